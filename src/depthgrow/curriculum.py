@@ -1,0 +1,113 @@
+"""A run is a list of phases. Everything about which blocks train on which data is said here, and only here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from depthgrow.files import UserError
+
+TRAINABLE = ("all", "newest")
+DATA = ("continue", "rewind", "fresh")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Phase:
+    """A stretch of training with a fixed depth.
+
+    active: blocks in the forward pass; trainable: 'all' of them or only the 'newest' (head and boundary norm always
+    train); steps: optimizer steps; data: 'continue' through the shard (wrapping at its end), 'rewind' to its start,
+    or read a 'fresh' shard; reset_optimizer / restart_lr: drop moments / begin a new schedule at the phase's start.
+    """
+
+    active: int
+    steps: int
+    trainable: str = "all"
+    data: str = "continue"
+    reset_optimizer: bool = True
+    restart_lr: bool = True
+
+    def __post_init__(self) -> None:
+        if self.active < 1 or self.steps < 1:
+            raise UserError(f"a phase needs at least one block and one step, got active={self.active} steps={self.steps}")
+        if self.trainable not in TRAINABLE:
+            raise UserError(f"trainable={self.trainable!r} is not one of {', '.join(TRAINABLE)}")
+        if self.data not in DATA:
+            raise UserError(f"data={self.data!r} is not one of {', '.join(DATA)}")
+
+
+def joint(num_blocks: int, steps: int) -> list[Phase]:
+    """Full depth from the first step."""
+    return [Phase(active=num_blocks, steps=steps)]
+
+
+def grow(num_blocks: int, steps: int) -> list[Phase]:
+    """Phase p trains the first p+1 blocks."""
+    return [Phase(active=p + 1, steps=steps) for p in range(num_blocks)]
+
+
+def freeze(num_blocks: int, steps: int) -> list[Phase]:
+    """Grow, but finished blocks stay as they are."""
+    return [Phase(active=p + 1, steps=steps, trainable="newest") for p in range(num_blocks)]
+
+
+def single(num_blocks: int, steps: int) -> list[Phase]:
+    """One block only: the end of grow's first phase."""
+    return [Phase(active=1, steps=steps)]
+
+
+CURRICULA: dict[str, Callable[[int, int], list[Phase]]] = {
+    "joint": joint,
+    "grow": grow,
+    "freeze": freeze,
+    "single": single,
+}
+
+
+def canonical(phases: Sequence[Phase]) -> list[Phase]:
+    """The same run written in one way, so that equal prefixes of two curricula are equal.
+
+    With one active block 'newest' is 'all'; the first phase starts fresh whatever its flags say.
+    """
+    result = []
+    for index, phase in enumerate(phases):
+        values = {
+            "active": phase.active,
+            "steps": phase.steps,
+            "trainable": "all" if phase.active == 1 else phase.trainable,
+            "data": "continue" if index == 0 else phase.data,
+            "reset_optimizer": index == 0 or phase.reset_optimizer,
+            "restart_lr": index == 0 or phase.restart_lr,
+        }
+        if index and phase.active < phases[index - 1].active:
+            raise UserError(f"phase {index} has {phase.active} blocks, fewer than the phase before it")
+        result.append(Phase(**values))  # type: ignore[arg-type]
+    return result
+
+
+@dataclass(frozen=True)
+class DataPosition:
+    """Which global batch a step reads: the ``batch``-th of shard number ``shard`` (0 is the base shard)."""
+
+    shard: int
+    batch: int
+
+
+def data_start(phases: Sequence[Phase], index: int) -> DataPosition:
+    """Where phase ``index`` starts reading: a pure function of the phases."""
+    shard = batch = 0
+    for i, phase in enumerate(phases[: index + 1]):
+        if i and phase.data == "rewind":
+            batch = 0
+        elif i and phase.data == "fresh":
+            shard, batch = shard + 1, 0
+        if i < index:
+            batch += phase.steps
+    return DataPosition(shard, batch)
+
+
+def schedule_position(phases: Sequence[Phase], index: int) -> tuple[int, int]:
+    """(steps of the LR schedule done before phase ``index``, the schedule's whole length in steps)."""
+    first = max(i for i in range(index + 1) if i == 0 or phases[i].restart_lr)
+    last = next((i for i in range(first + 1, len(phases)) if phases[i].restart_lr), len(phases))
+    return sum(p.steps for p in phases[first:index]), sum(p.steps for p in phases[first:last])

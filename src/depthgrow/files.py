@@ -1,0 +1,80 @@
+"""Errors for the user, and files that are either whole or absent.
+
+No torch in here: the report imports it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+
+class UserError(ValueError):
+    """A mistake the user can mend. The message is one line: what was received, why it cannot be, what to do."""
+
+
+def unknown(kind: str, name: str, known: Iterable[str]) -> UserError:
+    """The error for a name that does not exist: suggests the nearest one and lists the rest."""
+    known = sorted(known)
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    return UserError(f"unknown {kind} {name!r}{hint} (known: {', '.join(known)})")
+
+
+def cache_root() -> Path:
+    """Where work that several studies share lies: token sets, teacher targets, converted teachers."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "depthgrow"
+
+
+def write_atomic(path: Path, content: str | bytes) -> None:
+    """Write a file so that a reader sees the old content or the new, never a part; durable once this returns."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    data = content.encode() if isinstance(content, str) else content
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "wb") as stream:
+            stream.write(data)
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.chmod(name, 0o644)
+        os.replace(name, path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+
+
+def write_json(path: Path, value: Any) -> None:
+    write_atomic(path, json.dumps(value, indent=1, sort_keys=True) + "\n")
+
+
+def read_json(path: Path) -> Any:
+    """Parse a JSON file this package wrote; a damaged one is named."""
+    try:
+        return json.loads(path.read_text())
+    except FileNotFoundError:
+        raise UserError(f"{path} does not exist") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} is damaged ({error}); delete it and run the command again") from None
+
+
+def sha256_file(path: Path) -> str:
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def require_space(folder: Path, num_bytes: int, what: str) -> None:
+    """Refuse before writing what would not fit (5 % and 64 MiB are left free)."""
+    folder.mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(folder).free
+    if num_bytes * 1.05 + 2**26 > free:
+        raise UserError(
+            f"{what} needs {num_bytes / 2**30:.2f} GiB but {folder} has {free / 2**30:.2f} GiB free; "
+            "free some space or choose another folder (--out, or --teacher.cache_dir for the cache)"
+        )

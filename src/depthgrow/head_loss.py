@@ -1,0 +1,200 @@
+"""The objective, formed chunk by chunk over tokens: no [tokens, vocabulary] tensor exists.
+
+    loss = alpha * tau^2 * KL(softmax(z_t / tau) || softmax(z_s / tau)) + gamma * CE(z_s, next token)
+
+summed over tokens and divided by a denominator the caller counts (all target tokens of the global batch).
+With p = softmax(z_s), p' = softmax(z_s / tau), q' = softmax(z_t / tau):
+
+    dloss/dz_s = alpha * tau * (p' - q') + gamma * (p - onehot(label))
+
+so that one pass over a chunk gives its loss and its gradient, and the chunk's logits are thrown away.
+
+Shapes: N tokens, n tokens of a chunk, D hidden, V vocabulary. Logits, softmax and sums are float32 or wider.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from depthgrow.files import UserError
+
+CHUNK_BYTES = 2**25  # of one chunk's logits; a few such tensors live at a time
+
+
+@dataclass(frozen=True, kw_only=True)
+class ObjectiveConfig:
+    """Weights of the distillation (alpha) and cross-entropy (gamma) terms, and the softmax temperature tau."""
+
+    alpha: float = 0.7
+    gamma: float = 0.3
+    tau: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.tau <= 0:
+            raise UserError(f"objective.tau={self.tau} must be positive")
+        if self.alpha < 0 or self.gamma < 0 or self.alpha + self.gamma == 0:
+            raise UserError(f"objective.alpha={self.alpha} and gamma={self.gamma} must be >= 0 and not both zero")
+
+
+@dataclass(frozen=True)
+class TeacherTargets:
+    """What a teacher says about N tokens: final-normed hidden states and the head that turns them into logits."""
+
+    hidden_ND: Tensor
+    head_VD: Tensor
+
+
+@dataclass(frozen=True)
+class TokenValues:
+    """Per-token values in nats; without a teacher ``kl`` and ``teacher_entropy`` are None. Both are taken at tau = 1."""
+
+    ce_N: Tensor
+    kl_N: Tensor | None
+    teacher_entropy_N: Tensor | None
+
+
+def chunk_tokens(vocab_size: int) -> int:
+    """Tokens per chunk such that one chunk's float32 logits stay within CHUNK_BYTES."""
+    return max(16, CHUNK_BYTES // (4 * vocab_size))
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def _logits(h_nD: Tensor, head_VD: Tensor) -> Tensor:
+    return _wide(h_nD @ head_VD.to(h_nD.dtype).T)
+
+
+def _chunks(num_tokens: int, vocab_size: int) -> Iterator[slice]:
+    size = chunk_tokens(vocab_size)
+    return (slice(start, start + size) for start in range(0, num_tokens, size))
+
+
+def _ce(log_p_nV: Tensor, label_n: Tensor) -> Tensor:
+    return -log_p_nV.gather(1, label_n.unsqueeze(1)).squeeze(1)
+
+
+def _kl_and_entropy(log_p_nV: Tensor, log_q_nV: Tensor, q_nV: Tensor) -> tuple[Tensor, Tensor]:
+    """KL(q || p) and the entropy of q, per token. A probability that underflows to 0 contributes exactly 0."""
+    entropy_n = -(q_nV * log_q_nV.clamp_min(torch.finfo(q_nV.dtype).min)).sum(1)
+    kl_n = (q_nV * (log_q_nV - log_p_nV).nan_to_num(posinf=0.0, neginf=0.0)).sum(1)
+    return kl_n, entropy_n
+
+
+@torch.no_grad()
+def token_values(h_ND: Tensor, head_VD: Tensor, label_N: Tensor, targets: TeacherTargets | None) -> TokenValues:
+    """CE, KL to the teacher and teacher entropy of every token, in nats; nothing is differentiated."""
+    wide = torch.float64 if h_ND.dtype == torch.float64 else torch.float32
+    ce_N, kl_N, entropy_N = (torch.empty(len(h_ND), dtype=wide, device=h_ND.device) for _ in range(3))
+    for part in _chunks(len(h_ND), len(head_VD)):
+        log_p_nV = _logits(h_ND[part], head_VD).log_softmax(1)
+        ce_N[part] = _ce(log_p_nV, label_N[part])
+        if targets is not None:
+            log_q_nV = _logits(targets.hidden_ND[part], targets.head_VD).log_softmax(1)
+            kl_N[part], entropy_N[part] = _kl_and_entropy(log_p_nV, log_q_nV, log_q_nV.exp())
+    return TokenValues(ce_N, kl_N, entropy_N) if targets is not None else TokenValues(ce_N, None, None)
+
+
+class _HeadLoss(torch.autograd.Function):
+    """Forward computes loss and gradients together; backward only scales them."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        h_ND: Tensor,
+        head_VD: Tensor,
+        label_N: Tensor,
+        targets: TeacherTargets | None,
+        objective: ObjectiveConfig,
+        denominator: float,
+    ) -> tuple[Tensor, Tensor]:
+        alpha, gamma, tau = objective.alpha, objective.gamma, objective.tau
+        wide = torch.float64 if h_ND.dtype == torch.float64 else torch.float32
+        grad_h_ND = torch.empty_like(h_ND)
+        grad_head_VD = torch.zeros_like(head_VD, dtype=wide) if head_VD.requires_grad else None
+        sums = torch.zeros(4, dtype=torch.float64, device=h_ND.device)  # objective, ce, kl, teacher entropy
+        for part in _chunks(len(h_ND), len(head_VD)):
+            h_nD, label_n = h_ND[part], label_N[part]
+            z_nV = _logits(h_nD, head_VD)
+            log_p_nV = z_nV.log_softmax(1)
+            ce_n = _ce(log_p_nV, label_n)
+            sums[1] += ce_n.sum()
+            sums[0] += gamma * ce_n.sum()
+            grad_nV = log_p_nV.exp()
+            if targets is None:
+                grad_nV *= gamma
+            else:
+                zt_nV = _logits(targets.hidden_ND[part], targets.head_VD)
+                log_q_nV = zt_nV.log_softmax(1)
+                q_nV = log_q_nV.exp()
+                kl_n, entropy_n = _kl_and_entropy(log_p_nV, log_q_nV, q_nV)
+                sums[2] += kl_n.sum()
+                sums[3] += entropy_n.sum()
+                if tau == 1.0:
+                    grad_nV *= alpha + gamma
+                    grad_nV.sub_(q_nV, alpha=alpha)
+                else:
+                    log_p_nV, log_q_nV = (z_nV / tau).log_softmax(1), (zt_nV / tau).log_softmax(1)
+                    q_nV = log_q_nV.exp()
+                    kl_n, _ = _kl_and_entropy(log_p_nV, log_q_nV, q_nV)
+                    grad_nV = gamma * grad_nV + alpha * tau * (log_p_nV.exp() - q_nV)
+                sums[0] += alpha * tau**2 * kl_n.sum()
+            index_n1 = label_n.unsqueeze(1)
+            grad_nV.scatter_add_(1, index_n1, torch.full_like(ce_n, -gamma).unsqueeze(1))
+            grad_nV /= denominator
+            narrow_nV = grad_nV.to(h_nD.dtype)
+            grad_h_ND[part] = narrow_nV @ head_VD.to(h_nD.dtype)
+            if grad_head_VD is not None:
+                # float32 accumulation: a bf16 sum over chunks loses more with every chunk
+                grad_head_VD += (narrow_nV.T @ h_nD).to(wide)
+        ctx.save_for_backward(grad_h_ND, grad_head_VD)
+        ctx.head_dtype = head_VD.dtype
+        ctx.mark_non_differentiable(sums)
+        return (sums[0] / denominator).to(wide), sums
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        grad_h_ND, grad_head_VD = ctx.saved_tensors
+        scale = grads[0]
+        grad_head = None if grad_head_VD is None else (grad_head_VD * scale).to(ctx.head_dtype)
+        return (grad_h_ND * scale).to(grad_h_ND.dtype), grad_head, None, None, None, None
+
+
+@dataclass(frozen=True)
+class HeadLoss:
+    """``loss``: differentiable, already divided. The sums over tokens are in nats, at tau = 1, on the device."""
+
+    loss: Tensor
+    ce_sum: Tensor
+    kl_sum: Tensor
+    teacher_entropy_sum: Tensor
+
+
+def head_loss(
+    h_ND: Tensor,
+    head_VD: Tensor,
+    label_N: Tensor,
+    targets: TeacherTargets | None,
+    objective: ObjectiveConfig,
+    denominator: float,
+) -> HeadLoss:
+    """The objective of N tokens over ``denominator``, with gradients for ``h_ND`` and ``head_VD``.
+
+    Args:
+        h_ND: student hidden states; head_VD: student head; label_N: the next token of each.
+        targets: the teacher's, or None for cross-entropy alone (then alpha is ignored).
+        denominator: number of target tokens in the global batch, whatever part of it these N are.
+
+    Raises:
+        UserError: teacher and student heads disagree on the vocabulary.
+    """
+    if targets is not None and len(targets.head_VD) != len(head_VD):
+        raise UserError(f"teacher head has {len(targets.head_VD)} rows, student head {len(head_VD)}: not one vocabulary")
+    loss, sums = _HeadLoss.apply(h_ND, head_VD, label_N, targets, objective, denominator)
+    return HeadLoss(loss, sums[1], sums[2], sums[3])

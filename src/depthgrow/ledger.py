@@ -1,0 +1,39 @@
+"""The budget ledger: tokens, active-layer tokens and FLOPs, in closed form for a plan and counted for a run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from depthgrow.architecture import Architecture
+
+
+@dataclass(frozen=True)
+class Flops:
+    """Floating-point operations (a multiply-add is two) of matrix products; element-wise work is left out."""
+
+    layer_per_token: int
+    head_per_token: int
+    attention_per_pair: int
+
+    @classmethod
+    def of(cls, arch: Architecture) -> Flops:
+        maps = arch.layer_parameters() - 2 * arch.hidden_size
+        return cls(
+            layer_per_token=2 * maps,
+            head_per_token=2 * arch.vocab_size * arch.hidden_size,
+            attention_per_pair=4 * arch.num_heads * arch.head_dim,
+        )
+
+    def forward(self, tokens: int, pairs: int, layers: int) -> int:
+        """One forward pass through ``layers`` layers. pairs: sum over documents of n(n+1)/2 causal query-key pairs."""
+        return layers * (tokens * self.layer_per_token + pairs * self.attention_per_pair)
+
+    def train_step(self, tokens: int, pairs: int, layers: int, trained_layers: int, *, distilled: bool) -> int:
+        """Forward, backward through the trained layers (twice their forward), the head, and the teacher's logits."""
+        head = tokens * self.head_per_token * (4 if distilled else 3)
+        return self.forward(tokens, pairs, layers) + 2 * self.forward(tokens, pairs, trained_layers) + head
+
+
+def causal_pairs(lengths: list[int]) -> int:
+    """Query-key pairs of causal attention inside each document."""
+    return sum(n * (n + 1) // 2 for n in lengths)

@@ -1,0 +1,103 @@
+"""The machine a run is on: device, dtype, threads, seeds, signals. Everything here is decided once, outside the model."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import os
+import platform
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from depthgrow.files import UserError
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    if name not in DTYPES:
+        raise UserError(f"dtype {name!r} is not one of {', '.join(DTYPES)}")
+    return DTYPES[name]
+
+
+def pick_device(name: str) -> torch.device:
+    """``auto`` is the GPU when there is one, else the CPU."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        first_line = str(error).splitlines()[0]
+        raise UserError(f"device {name!r} cannot be used ({first_line}); try --train.device auto") from None
+    return device
+
+
+def keyed_seed(seed: int, name: str) -> int:
+    """A 63-bit seed for the draw called ``name``: the same whatever was drawn before it, on any rank."""
+    digest = hashlib.sha256(f"{seed}\0{name}".encode()).digest()
+    return int.from_bytes(digest[:8], "little") >> 1
+
+
+def keyed_generator(seed: int, name: str) -> torch.Generator:
+    return torch.Generator().manual_seed(keyed_seed(seed, name))
+
+
+def environment(device: torch.device) -> dict[str, Any]:
+    """What a reader needs to repeat a run: versions, machine, threads."""
+    packages = ("depthgrow", "torch", "transformers", "tokenizers", "safetensors", "numpy", "datasets")
+    versions = {}
+    for package in packages:
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            versions[package] = "not installed"
+    return {
+        "python": sys.version.split()[0],
+        "versions": versions,
+        "platform": platform.platform(),
+        "processor": _processor(),
+        "cpu_count": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else str(device),
+    }
+
+
+def _processor() -> str:
+    try:
+        with open("/proc/cpuinfo") as stream:
+            names = [line.split(":", 1)[1].strip() for line in stream if line.startswith("model name")]
+        return names[0] if names else platform.processor()
+    except OSError:
+        return platform.processor()
+
+
+class Stopped(Exception):
+    """A signal asked the run to stop and everything it needs to go on has been saved."""
+
+
+class StopSignal:
+    """Set by SIGINT or SIGTERM; the loops look at it between steps. A second signal ends the process at once."""
+
+    def __init__(self) -> None:
+        self.requested = False
+
+    def _handle(self, number: int, frame: Any) -> None:
+        if self.requested:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+        self.requested = True
+
+    @contextmanager
+    def listening(self) -> Iterator[StopSignal]:
+        previous = {number: signal.signal(number, self._handle) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield self
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)

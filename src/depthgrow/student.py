@@ -1,0 +1,266 @@
+"""The student: a stack of decoder layers in blocks, whose norms sit where the placement puts them.
+
+    ids_N -> embedding -> [entry norm] -> layer 0 .. layer active*L-1 -> [final norm] -> h_ND   (the head is the loss's)
+
+Shapes: N tokens of all documents laid end to end (no padding), B documents, T the longest of them, D hidden size,
+H query heads, G key/value heads, d head size. Padding exists inside attention only, between `pad` and `unpad`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from depthgrow.architecture import Architecture
+from depthgrow.files import UserError, unknown
+from depthgrow.runtime import keyed_generator
+
+
+@dataclass(frozen=True, kw_only=True)
+class StudentConfig:
+    """Depth, norm placement and initialisation of a student; the sub-layers are the teacher's `Architecture`.
+
+    init_gain: every linear map is drawn from normal(0, init_gain / sqrt(hidden_size)). 1.28 is the gain that the
+    study's normal(0, 0.02) has at hidden size 4096; a plain 0.02 at small width would shrink every sub-layer's output.
+    """
+
+    placement: str = "pre"
+    num_blocks: int = 3
+    layers_per_block: int = 3
+    init_gain: float = 1.28
+    freeze_embedding: bool = True
+
+    def __post_init__(self) -> None:
+        if self.placement not in PLACEMENTS:
+            raise unknown("placement", self.placement, PLACEMENTS)
+        for name in ("num_blocks", "layers_per_block"):
+            if getattr(self, name) < 1:
+                raise UserError(f"student.{name}={getattr(self, name)} must be at least 1")
+        if self.init_gain <= 0:
+            raise UserError(f"student.init_gain={self.init_gain} must be positive")
+
+
+class Layout:
+    """How N tokens of B documents map to the [B, T] rectangle attention works on, and their rotary tables.
+
+    Documents are padded at the right, so under a causal mask no real token ever sees padding: no mask is needed.
+    """
+
+    def __init__(self, lengths: Sequence[int], cos_Td: Tensor, sin_Td: Tensor):
+        self.num_docs, self.longest = len(lengths), max(lengths)
+        if self.longest > len(cos_Td):
+            raise UserError(
+                f"a document of {self.longest} tokens exceeds the model's {len(cos_Td)} positions; lower data.max_tokens"
+            )
+        device = cos_Td.device
+        position_N = torch.cat([torch.arange(n) for n in lengths]).to(device)
+        self.dense = all(n == self.longest for n in lengths)
+        starts = torch.arange(self.num_docs).repeat_interleave(torch.tensor(lengths)).to(device) * self.longest
+        self.slot_N = starts + position_N
+        self.cos_N1d = cos_Td[position_N].unsqueeze(1)
+        self.sin_N1d = sin_Td[position_N].unsqueeze(1)
+
+    def pad(self, x_NHd: Tensor) -> Tensor:
+        """[N, H, d] -> [B, H, T, d], zeros where there is no token."""
+        shape = (self.num_docs, self.longest, *x_NHd.shape[1:])
+        if not self.dense:
+            empty = x_NHd.new_zeros(self.num_docs * self.longest, *x_NHd.shape[1:])
+            x_NHd = empty.index_copy(0, self.slot_N, x_NHd)
+        return x_NHd.view(shape).transpose(1, 2)
+
+    def unpad(self, x_BHTd: Tensor) -> Tensor:
+        """[B, H, T, d] -> [N, H * d]."""
+        x_TD = x_BHTd.transpose(1, 2).reshape(self.num_docs * self.longest, -1)
+        return x_TD if self.dense else x_TD.index_select(0, self.slot_N)
+
+    def rotate(self, x_NHd: Tensor) -> Tensor:
+        """Rotary position embedding: each pair (x_i, x_{i+d/2}) is turned by its position's angle."""
+        first, second = x_NHd.chunk(2, dim=-1)
+        return x_NHd * self.cos_N1d + torch.cat((-second, first), dim=-1) * self.sin_N1d
+
+
+class RMSNorm(nn.Module):
+    """w * (x / sqrt(mean(x^2) + eps)): normalised in float32, rounded to x's dtype, then scaled (Hugging Face's order)."""
+
+    def __init__(self, size: int, eps: float):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x if x.dtype == torch.float64 else x.float()
+        return self.weight * F.rms_norm(wide, self.weight.shape, eps=self.eps).to(x.dtype)
+
+
+class Attention(nn.Module):
+    """Grouped-query causal self-attention: softmax(q k^T / sqrt(d)) v, rotary positions, optional q/k norm and biases."""
+
+    def __init__(self, arch: Architecture):
+        super().__init__()
+        self.head_dim = arch.head_dim
+        self.grouped = arch.num_heads != arch.num_kv_heads
+        query, key = arch.num_heads * arch.head_dim, arch.num_kv_heads * arch.head_dim
+        self.q_proj = nn.Linear(arch.hidden_size, query, bias=arch.qkv_bias)
+        self.k_proj = nn.Linear(arch.hidden_size, key, bias=arch.qkv_bias)
+        self.v_proj = nn.Linear(arch.hidden_size, key, bias=arch.qkv_bias)
+        self.o_proj = nn.Linear(query, arch.hidden_size, bias=arch.o_bias)
+        self.q_norm: nn.Module = RMSNorm(arch.head_dim, arch.rms_norm_eps) if arch.qk_norm else nn.Identity()
+        self.k_norm: nn.Module = RMSNorm(arch.head_dim, arch.rms_norm_eps) if arch.qk_norm else nn.Identity()
+
+    def forward(self, h_ND: Tensor, layout: Layout) -> Tensor:
+        q_NHd = layout.rotate(self.q_norm(self.q_proj(h_ND).unflatten(-1, (-1, self.head_dim))))
+        k_NGd = layout.rotate(self.k_norm(self.k_proj(h_ND).unflatten(-1, (-1, self.head_dim))))
+        v_NGd = self.v_proj(h_ND).unflatten(-1, (-1, self.head_dim))
+        mixed_BHTd = F.scaled_dot_product_attention(
+            layout.pad(q_NHd), layout.pad(k_NGd), layout.pad(v_NGd), is_causal=True, enable_gqa=self.grouped
+        )
+        return self.o_proj(layout.unpad(mixed_BHTd))
+
+
+class MLP(nn.Module):
+    """down(silu(gate(x)) * up(x))."""
+
+    def __init__(self, arch: Architecture):
+        super().__init__()
+        self.gate_proj = nn.Linear(arch.hidden_size, arch.intermediate_size, bias=arch.mlp_bias)
+        self.up_proj = nn.Linear(arch.hidden_size, arch.intermediate_size, bias=arch.mlp_bias)
+        self.down_proj = nn.Linear(arch.intermediate_size, arch.hidden_size, bias=arch.mlp_bias)
+
+    def forward(self, h_ND: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(h_ND)) * self.up_proj(h_ND))
+
+
+class DecoderLayer(nn.Module):
+    """Attention, MLP and two norms under Hugging Face's parameter names; the placement says how they are wired."""
+
+    def __init__(self, arch: Architecture, placement: str):
+        super().__init__()
+        self.self_attn = Attention(arch)
+        self.mlp = MLP(arch)
+        self.input_layernorm = RMSNorm(arch.hidden_size, arch.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(arch.hidden_size, arch.rms_norm_eps)
+        self.wiring = PLACEMENTS[placement].forward
+
+    def forward(self, h_ND: Tensor, layout: Layout) -> Tensor:
+        return self.wiring(self, h_ND, layout)
+
+
+def pre(layer: DecoderLayer, h_ND: Tensor, layout: Layout) -> Tensor:
+    # x + f(n(x)), for f = attention, then f = MLP
+    h_ND = h_ND + layer.self_attn(layer.input_layernorm(h_ND), layout)
+    return h_ND + layer.mlp(layer.post_attention_layernorm(h_ND))
+
+
+def post(layer: DecoderLayer, h_ND: Tensor, layout: Layout) -> Tensor:
+    # n(x + f(x)), for f = attention, then f = MLP
+    h_ND = layer.input_layernorm(h_ND + layer.self_attn(h_ND, layout))
+    return layer.post_attention_layernorm(h_ND + layer.mlp(h_ND))
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where a layer's norms sit (``forward``) and where the one boundary norm does: 'final' or 'entry'."""
+
+    forward: Callable[[DecoderLayer, Tensor, Layout], Tensor]
+    boundary: str
+
+
+PLACEMENTS = {"pre": Placement(pre, "final"), "post": Placement(post, "entry")}
+
+
+class Student(nn.Module):
+    """``active`` blocks of ``layers_per_block`` layers between a frozen copied embedding and a trained copied head.
+
+    Every fresh tensor is drawn from a generator keyed by (seed, parameter name): a block starts identical in every
+    arm, whenever it is appended.
+
+    Args:
+        embedding_VD, head_VD, norm_D: the teacher's tensors to start from; None draws them (training from scratch).
+    """
+
+    def __init__(
+        self,
+        config: StudentConfig,
+        arch: Architecture,
+        *,
+        seed: int,
+        embedding_VD: Tensor | None = None,
+        head_VD: Tensor | None = None,
+        norm_D: Tensor | None = None,
+    ):
+        super().__init__()
+        self.config, self.arch, self.seed = config, arch, seed
+        self.embed_tokens = nn.Embedding(arch.vocab_size, arch.hidden_size)
+        self.layers = nn.ModuleList()
+        self.norm = RMSNorm(arch.hidden_size, arch.rms_norm_eps)
+        self.lm_head = nn.Linear(arch.hidden_size, arch.vocab_size, bias=False)
+        self._draw(self)
+        with torch.no_grad():
+            for parameter, source in (
+                (self.embed_tokens.weight, embedding_VD),
+                (self.lm_head.weight, head_VD),
+                (self.norm.weight, norm_D),
+            ):
+                if source is not None:
+                    parameter.copy_(source)
+        self.embed_tokens.weight.requires_grad_(not config.freeze_embedding)
+        frequency_h, self._rope_factor = arch.rope_frequencies()
+        self.register_buffer("rope_frequency_h", frequency_h, persistent=False)
+        self._rope: tuple[Tensor, Tensor] | None = None
+
+    @property
+    def active_blocks(self) -> int:
+        return len(self.layers) // self.config.layers_per_block
+
+    def append_blocks(self, active: int) -> None:
+        """Append fresh blocks until ``active`` of them are there, on the embedding's device and dtype."""
+        weight = self.embed_tokens.weight
+        while self.active_blocks < active:
+            for _ in range(self.config.layers_per_block):
+                layer = DecoderLayer(self.arch, self.config.placement)
+                self._draw(layer, f"layers.{len(self.layers)}.")
+                self.layers.append(layer.to(weight.device, weight.dtype))
+
+    @torch.no_grad()
+    def _draw(self, module: nn.Module, prefix: str = "") -> None:
+        std = self.config.init_gain / self.arch.hidden_size**0.5
+        for name, parameter in module.named_parameters():
+            if name.endswith("norm.weight"):
+                parameter.fill_(1.0)
+            elif name.endswith("bias"):
+                parameter.zero_()
+            else:
+                parameter.normal_(0.0, std, generator=keyed_generator(self.seed, prefix + name))
+
+    def block_parameters(self, block: int) -> Iterator[tuple[str, nn.Parameter]]:
+        """Names and parameters of one block, in order."""
+        first = block * self.config.layers_per_block
+        for index in range(first, first + self.config.layers_per_block):
+            yield from self.layers[index].named_parameters(prefix=f"layers.{index}")
+
+    def layout(self, lengths: Sequence[int]) -> Layout:
+        """The map of documents of these lengths (in tokens) to attention's rectangle, and their rotary angles."""
+        longest = max(lengths)
+        weight = self.norm.weight
+        if self._rope is None or len(self._rope[0]) < longest or self._rope[0].device != weight.device:
+            size = min(self.arch.max_positions, max(longest, 512 if self._rope is None else 2 * len(self._rope[0])))
+            angle_Th = torch.outer(torch.arange(size, device=weight.device).float(), self.rope_frequency_h)
+            angle_Td = torch.cat((angle_Th, angle_Th), dim=-1)
+            self._rope = tuple((f(angle_Td) * self._rope_factor).to(weight.dtype) for f in (torch.cos, torch.sin))  # type: ignore[assignment]
+        assert self._rope is not None
+        return Layout(lengths, *self._rope)
+
+    def forward(self, ids_N: Tensor, lengths: Sequence[int]) -> Tensor:
+        """Hidden states h_ND whose product with ``lm_head.weight`` is the logits."""
+        layout = self.layout(lengths)
+        entry = PLACEMENTS[self.config.placement].boundary == "entry"
+        h_ND = self.embed_tokens(ids_N)
+        if entry:
+            h_ND = self.norm(h_ND)
+        for layer in self.layers:
+            h_ND = layer(h_ND, layout)
+        return h_ND if entry else self.norm(h_ND)

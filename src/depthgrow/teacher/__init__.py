@@ -1,0 +1,1 @@
+"""Teachers: loading one, and its targets live or from the cache."""
