@@ -105,21 +105,21 @@ class Architecture:
 
     def to_hf(self, num_layers: int, **extra: Any) -> PreTrainedConfig:
         """The family's own config class for a model of ``num_layers`` layers of this shape, head untied."""
-        values: dict[str, Any] = dict(
-            vocab_size=self.vocab_size,
-            hidden_size=self.hidden_size,
-            intermediate_size=self.intermediate_size,
-            num_hidden_layers=num_layers,
-            num_attention_heads=self.num_heads,
-            num_key_value_heads=self.num_kv_heads,
-            rms_norm_eps=self.rms_norm_eps,
-            max_position_embeddings=self.max_positions,
-            rope_parameters=dict(self.rope),
-            tie_word_embeddings=False,
-            head_dim=self.head_dim,
-            bos_token_id=None,
-            eos_token_id=None,
-        )
+        values: dict[str, Any] = {
+            "vocab_size": self.vocab_size,
+            "hidden_size": self.hidden_size,
+            "intermediate_size": self.intermediate_size,
+            "num_hidden_layers": num_layers,
+            "num_attention_heads": self.num_heads,
+            "num_key_value_heads": self.num_kv_heads,
+            "rms_norm_eps": self.rms_norm_eps,
+            "max_position_embeddings": self.max_positions,
+            "rope_parameters": dict(self.rope),
+            "tie_word_embeddings": False,
+            "head_dim": self.head_dim,
+            "bos_token_id": None,
+            "eos_token_id": None,
+        }
         if self.family != "qwen2":
             values["attention_bias"] = self.qkv_bias
         if self.family == "llama":

@@ -26,7 +26,7 @@ def to_dict(config: Any) -> dict[str, Any]:
 
 
 @cache
-def _adapter(cls: type) -> TypeAdapter[Any]:
+def _adapter(cls: Any) -> TypeAdapter[Any]:
     return TypeAdapter(cls)
 
 

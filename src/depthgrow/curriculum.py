@@ -29,7 +29,9 @@ class Phase:
 
     def __post_init__(self) -> None:
         if self.active < 1 or self.steps < 1:
-            raise UserError(f"a phase needs at least one block and one step, got active={self.active} steps={self.steps}")
+            raise UserError(
+                f"a phase needs at least one block and one step, got active={self.active} steps={self.steps}"
+            )
         if self.trainable not in TRAINABLE:
             raise UserError(f"trainable={self.trainable!r} is not one of {', '.join(TRAINABLE)}")
         if self.data not in DATA:

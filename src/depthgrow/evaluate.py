@@ -46,7 +46,7 @@ class Evaluation:
 
 @torch.no_grad()
 def evaluate(
-    hidden: Callable[[Tensor, list[int]], Tensor],
+    hidden: Callable[[MicroBatch], Tensor],
     head_VD: Tensor,
     held_out: TokenizedDocuments,
     targets: Targets | None,
@@ -57,16 +57,14 @@ def evaluate(
     """Evaluate on every held-out document.
 
     Args:
-        hidden: (ids_N, lengths) -> h_ND, final hidden states; a `Student`, or a teacher.
+        hidden: the final hidden states h_ND of a micro-batch of held-out documents, a student's or a teacher's.
         targets: the teacher's, per micro-batch of held-out documents; None for cross-entropy alone.
     """
     count = len(held_out)
     sums = {name: np.full(count, np.nan) for name in ("ce", "kl", "teacher_entropy")}
     for group in group_by_length(held_out, range(count), micro_tokens):
         batch = pack(held_out, group).to(device)
-        values = token_values(
-            hidden(batch.ids_N, batch.lengths), head_VD, batch.label_N, None if targets is None else targets(batch)
-        )
+        values = token_values(hidden(batch), head_VD, batch.label_N, None if targets is None else targets(batch))
         row_N = torch.arange(len(group)).repeat_interleave(torch.tensor(batch.lengths)).to(device)
         for name, value_N in (
             ("ce", values.ce_N),

@@ -195,6 +195,8 @@ def head_loss(
         UserError: teacher and student heads disagree on the vocabulary.
     """
     if targets is not None and len(targets.head_VD) != len(head_VD):
-        raise UserError(f"teacher head has {len(targets.head_VD)} rows, student head {len(head_VD)}: not one vocabulary")
+        raise UserError(
+            f"teacher head has {len(targets.head_VD)} rows, student head {len(head_VD)}: not one vocabulary"
+        )
     loss, sums = _HeadLoss.apply(h_ND, head_VD, label_N, targets, objective, denominator)
     return HeadLoss(loss, sums[1], sums[2], sums[3])

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from depthgrow.architecture import Architecture
 from depthgrow.checkpoint import latest_checkpoint
@@ -18,7 +18,15 @@ from depthgrow.config import fingerprint, to_dict
 from depthgrow.curriculum import Phase
 from depthgrow.data.batches import Batches
 from depthgrow.data.documents import open_corpus
-from depthgrow.data.tokens import DataConfig, TokenizedDocuments, TokenSet, interleave, is_held_out, prepare_tokens, shuffled
+from depthgrow.data.tokens import (
+    DataConfig,
+    TokenizedDocuments,
+    TokenSet,
+    interleave,
+    is_held_out,
+    prepare_tokens,
+    shuffled,
+)
 from depthgrow.evaluate import evaluate
 from depthgrow.export.hf import save_hf
 from depthgrow.files import UserError, cache_root, read_json, write_json
@@ -175,9 +183,11 @@ def evaluate_folder(model: Path, held_out: TokenizedDocuments, train: TrainConfi
     device = pick_device(train.device)
     teacher = LiveTeacher.load(model, torch.float32, device)
     result = evaluate(
-        teacher.hidden, teacher.head_VD, held_out, None, micro_tokens=train.micro_tokens, device=device
+        lambda batch: teacher.targets(batch).hidden_ND,
+        teacher.head_VD,
+        held_out,
+        None,
+        micro_tokens=train.micro_tokens,
+        device=device,
     )
     return result.summary()
-
-
-__all__ = ["AutoModelForCausalLM", "Pretrain", "pretrain"]

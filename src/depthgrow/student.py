@@ -209,7 +209,7 @@ class Student(nn.Module):
                     parameter.copy_(source)
         self.embed_tokens.weight.requires_grad_(not config.freeze_embedding)
         frequency_h, self._rope_factor = arch.rope_frequencies()
-        self.register_buffer("rope_frequency_h", frequency_h, persistent=False)
+        self.rope_frequency_h = frequency_h
         self._rope: tuple[Tensor, Tensor] | None = None
 
     @property
@@ -248,7 +248,9 @@ class Student(nn.Module):
         weight = self.norm.weight
         if self._rope is None or len(self._rope[0]) < longest or self._rope[0].device != weight.device:
             size = min(self.arch.max_positions, max(longest, 512 if self._rope is None else 2 * len(self._rope[0])))
-            angle_Th = torch.outer(torch.arange(size, device=weight.device).float(), self.rope_frequency_h)
+            angle_Th = torch.outer(
+                torch.arange(size, device=weight.device).float(), self.rope_frequency_h.to(weight.device)
+            )
             angle_Td = torch.cat((angle_Th, angle_Th), dim=-1)
             self._rope = tuple((f(angle_Td) * self._rope_factor).to(weight.dtype) for f in (torch.cos, torch.sin))  # type: ignore[assignment]
         assert self._rope is not None

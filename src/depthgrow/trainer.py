@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -18,13 +18,13 @@ from torch import Tensor
 from depthgrow.architecture import Architecture
 from depthgrow.checkpoint import Checkpoint, latest_checkpoint, save_checkpoint
 from depthgrow.curriculum import DataPosition, Phase, data_start
-from depthgrow.data.batches import Batches
+from depthgrow.data.batches import Batches, MicroBatch
 from depthgrow.data.tokens import TokenizedDocuments
-from depthgrow.evaluate import Targets, evaluate
-from depthgrow.files import UserError, read_json, write_json
+from depthgrow.evaluate import Evaluation, Targets, evaluate
+from depthgrow.files import UserError, write_json
 from depthgrow.head_loss import ObjectiveConfig, head_loss
 from depthgrow.ledger import Flops, causal_pairs
-from depthgrow.metrics import MetricsLog
+from depthgrow.metrics import MetricsLog, read_metrics
 from depthgrow.optim import NamedAdamW, OptimConfig, learning_rate
 from depthgrow.runtime import Stopped, StopSignal, environment, pick_device, torch_dtype
 from depthgrow.student import Student, StudentConfig
@@ -48,7 +48,14 @@ class TrainConfig:
     device: str = "auto"
 
     def __post_init__(self) -> None:
-        for name in ("steps_per_phase", "batch_documents", "micro_tokens", "eval_every", "checkpoint_every", "log_every"):
+        for name in (
+            "steps_per_phase",
+            "batch_documents",
+            "micro_tokens",
+            "eval_every",
+            "checkpoint_every",
+            "log_every",
+        ):
             if getattr(self, name) < 1:
                 raise UserError(f"train.{name}={getattr(self, name)} must be at least 1")
         torch_dtype(self.dtype)
@@ -92,6 +99,8 @@ class Listener(Protocol):
     """Whoever shows progress. ``values`` are plain floats."""
 
     def note(self, text: str) -> None: ...
+
+    def begin(self, costs: dict[str, float], steps: dict[str, int]) -> None: ...
 
     def progress(self, label: str, step: int, num_steps: int, values: dict[str, float]) -> None: ...
 
@@ -138,7 +147,9 @@ def load_weights(student: Student, weights: dict[str, Tensor], where: Path) -> N
 def trainable_table(student: Student) -> str:
     """One line a phase: parameters in training, and which blocks are frozen."""
     train = sum(p.numel() for p in student.parameters() if p.requires_grad)
-    frozen = [b for b in range(student.active_blocks) if not any(p.requires_grad for _, p in student.block_parameters(b))]
+    frozen = [
+        b for b in range(student.active_blocks) if not any(p.requires_grad for _, p in student.block_parameters(b))
+    ]
     kept = ", ".join(["embedding"] * student.config.freeze_embedding + [f"block {b}" for b in frozen]) or "nothing"
     return f"{student.active_blocks} block(s), {train:,} trainable parameters, frozen: {kept}"
 
@@ -222,7 +233,7 @@ def run_phase(
         before = time.perf_counter()
         result = evaluate_student(student, materials, train, device)
         result.save(folder / "eval" / f"step-{step:08d}.npz")
-        summary = {name: value for name, value in result.summary().items()}
+        summary = result.summary()
         log.append([{"kind": "eval", "step": step, **summary}])
         listener.progress(run.label, step, phase.steps, {"held_out_ce": summary["ce"]})
         since = (since[0] + time.perf_counter() - before, since[1])
@@ -266,7 +277,7 @@ def run_phase(
 
     consumed = consumed_documents(run.phases, materials.batches)
     targets_of = materials.batches.documents.num_targets
-    last = [record for record in _records(folder) if record["kind"] == "eval"][-1]
+    last = [record for record in read_metrics(log.path) if record["kind"] == "eval"][-1]
     write_json(
         folder / "done.json",
         {
@@ -277,12 +288,6 @@ def run_phase(
             "parameters": parameter_counts(student),
         },
     )
-
-
-def _records(folder: Path) -> list[dict[str, Any]]:
-    from depthgrow.metrics import read_metrics
-
-    return read_metrics(folder / "metrics.jsonl")
 
 
 def consumed_documents(phases: Sequence[Phase], batches: Batches) -> set[int]:
@@ -308,12 +313,12 @@ def parameter_counts(student: Student) -> dict[str, int]:
     return parts | {"total": total, "trainable": total - frozen}
 
 
-def evaluate_student(student: Student, materials: Materials, train: TrainConfig, device: torch.device) -> Any:
+def evaluate_student(student: Student, materials: Materials, train: TrainConfig, device: torch.device) -> Evaluation:
     """Held-out evaluation of a student as training computes it (same dtype, no gradient)."""
 
-    def hidden(ids_N: Tensor, lengths: list[int]) -> Tensor:
+    def hidden(batch: MicroBatch) -> Tensor:
         with compute_dtype(train, device):
-            return narrow(student(ids_N, lengths), train)
+            return narrow(student(batch.ids_N, batch.lengths), train)
 
     return evaluate(
         hidden,
@@ -335,6 +340,3 @@ def compute_dtype(train: TrainConfig, device: torch.device) -> Any:
 def narrow(h_ND: Tensor, train: TrainConfig) -> Tensor:
     """Hidden states in the dtype of the head's matrix products."""
     return h_ND if train.dtype == "float32" else h_ND.to(torch_dtype(train.dtype))
-
-
-__all__ = ["Callable", "Listener", "Materials", "PhaseRun", "TrainConfig", "read_json", "run_phase"]

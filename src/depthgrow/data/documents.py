@@ -99,12 +99,13 @@ def docstrings(packages: tuple[str, ...] = ()) -> Corpus:
             roots.append(Path(sysconfig.get_paths()["stdlib"]))
         elif package == "site-packages":
             roots.append(site)
+            identity |= {d.name: d.version for d in importlib.metadata.distributions()}
         elif (site / package).is_dir():
             roots.append(site / package)
+            names = importlib.metadata.packages_distributions().get(package, [])
+            identity |= {name: importlib.metadata.version(name) for name in names}
         else:
             raise UserError(f"corpus 'docstrings:{package}': no package folder {site / package}; install it first")
-    for distribution in importlib.metadata.distributions() if packages != ("stdlib",) else ():
-        identity[distribution.name] = distribution.version
 
     def read(problems: list[str]) -> Iterator[str]:
         seen = set()

@@ -78,6 +78,12 @@ class TokenizedDocuments:
         offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
         return cls(ids, offsets, _content_hash(ids, offsets))
 
+    def part(self, first: int, last: int) -> TokenizedDocuments:
+        """Documents first .. last-1, with a content hash of their own."""
+        ids = self.ids[self.offsets[first] : self.offsets[last]]
+        offsets = self.offsets[first : last + 1] - self.offsets[first]
+        return TokenizedDocuments(ids, offsets, _content_hash(ids, offsets))
+
     def save(self, stem: Path) -> None:
         np.save(stem.with_suffix(".ids.npy"), self.ids)
         np.save(stem.with_suffix(".offsets.npy"), self.offsets)
@@ -99,7 +105,7 @@ class TokenizedDocuments:
 
 def _content_hash(ids: NDArray[Any], offsets: NDArray[np.int64]) -> str:
     digest = hashlib.sha256(np.ascontiguousarray(offsets).tobytes())
-    digest.update(memoryview(np.ascontiguousarray(ids)).cast("B"))
+    digest.update(np.ascontiguousarray(ids).data)
     return digest.hexdigest()[:16]
 
 
@@ -138,9 +144,7 @@ def tokenizer_hash(tokenizer: Any) -> str:
     return hashlib.sha256(tokenizer.backend_tokenizer.to_str().encode()).hexdigest()[:16]
 
 
-def prepare_tokens(
-    config: DataConfig, tokenizer: Any, cache: Path, *, train_documents: int | None
-) -> TokenSet:
+def prepare_tokens(config: DataConfig, tokenizer: Any, cache: Path, *, train_documents: int | None) -> TokenSet:
     """Tokenize what is needed, once: the result lies in ``cache`` and is found there the next time.
 
     Args:
@@ -176,7 +180,9 @@ def boundary_ids(config: DataConfig, tokenizer: Any) -> tuple[list[int], list[in
     def find(text: str) -> list[int]:
         index = tokenizer.get_vocab().get(text)
         if index is None:
-            raise UserError(f"boundary token {text!r} is not in the tokenizer's vocabulary; set data.start_token/end_token")
+            raise UserError(
+                f"boundary token {text!r} is not in the tokenizer's vocabulary; set data.start_token/end_token"
+            )
         return [index]
 
     if config.start_token == "auto":

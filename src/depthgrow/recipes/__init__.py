@@ -1,1 +1,120 @@
-"""Recipes: functions that return a complete study, or a model to pretrain."""
+"""Recipes: functions that return a complete `Study`. Change one with ``--section.field value``, a .yaml or a .py file."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+
+import yaml
+
+from depthgrow.config import override
+from depthgrow.data.tokens import DataConfig
+from depthgrow.files import UserError, unknown
+from depthgrow.optim import OptimConfig
+from depthgrow.student import StudentConfig
+from depthgrow.study import Study, TeacherConfig
+from depthgrow.trainer import TrainConfig
+
+
+def debug() -> Study:
+    """The whole study in half a minute, to see every part work: far too short to mean anything."""
+    return Study(
+        name="debug",
+        student=StudentConfig(layers_per_block=1),
+        teacher=TeacherConfig(source="laptop"),
+        data=DataConfig(corpora=("docstrings:stdlib",), max_tokens=128, held_out_documents=24),
+        optim=OptimConfig(peak_lr=2e-3, min_lr=2e-5, warmup_steps=4),
+        train=TrainConfig(
+            steps_per_phase=24, batch_documents=4, micro_tokens=1024, eval_every=12, checkpoint_every=12, log_every=4
+        ),
+    )
+
+
+def laptop() -> Study:
+    """The 2 x 2 on the shipped teacher and Wikipedia lead sections, in a quarter of an hour on two cores."""
+    return Study(
+        name="laptop",
+        teacher=TeacherConfig(source="laptop"),
+        data=DataConfig(corpora=("wiki",), max_tokens=512, held_out_documents=256),
+        optim=OptimConfig(peak_lr=1e-3, min_lr=1e-5, warmup_steps=50),
+        train=TrainConfig(
+            steps_per_phase=300, batch_documents=8, micro_tokens=2048, eval_every=100, checkpoint_every=50, log_every=10
+        ),
+    )
+
+
+def smollm2() -> Study:
+    """The 2 x 2 distilled from SmolLM2-135M-Instruct: overnight on two cores as it stands, short with few steps."""
+    return Study(
+        name="smollm2",
+        teacher=TeacherConfig(source="smollm2"),
+        data=DataConfig(corpora=("wiki",), max_tokens=512, held_out_documents=128, start_token="<|endoftext|>"),
+        optim=OptimConfig(peak_lr=7e-4, min_lr=7e-6, warmup_steps=30),
+        train=TrainConfig(
+            steps_per_phase=400, batch_documents=8, micro_tokens=2048, eval_every=200, checkpoint_every=25, log_every=5
+        ),
+    )
+
+
+def paper() -> Study:
+    """The published study: Qwen3-8B-Base, FineWeb-Edu, three blocks of three layers, 50,000 steps a phase."""
+    return Study(
+        name="paper",
+        arms=("pre-joint", "post-joint", "pre-grow", "post-grow", "pre-freeze", "post-freeze"),
+        teacher=TeacherConfig(source="Qwen/Qwen3-8B-Base", dtype="bfloat16"),
+        data=DataConfig(
+            corpora=("hf:HuggingFaceFW/fineweb-edu:sample-10BT",),
+            max_tokens=8192,
+            held_out_documents=4833,
+            end_token="<|endoftext|>",
+        ),
+        train=TrainConfig(dtype="bfloat16", micro_tokens=65536),
+    )
+
+
+RECIPES: dict[str, Callable[[], Study]] = {"debug": debug, "laptop": laptop, "smollm2": smollm2, "paper": paper}
+
+
+def load_recipe(name: str) -> Study:
+    """A recipe by name, or from a file: a .py that defines ``study() -> Study``, or a .yaml such as
+
+        recipe: laptop
+        train.steps_per_phase: 500
+
+    Raises:
+        UserError: no such recipe or file, or a field it sets does not exist.
+    """
+    path = Path(name)
+    if path.suffix in (".yaml", ".yml", ".py") and not path.exists():
+        raise UserError(f"recipe file {name!r} does not exist")
+    if path.suffix in (".yaml", ".yml"):
+        try:
+            values = yaml.safe_load(path.read_text())
+        except (yaml.YAMLError, UnicodeDecodeError) as error:
+            raise UserError(f"recipe file {name}: {' '.join(str(error).split())}") from None
+        if not isinstance(values, dict) or "recipe" not in values:
+            raise UserError(
+                f"recipe file {name} must be a mapping with a key 'recipe' that names the recipe it starts from"
+            )
+        return override(load_recipe(values.pop("recipe")), _flatten(values))
+    if path.suffix == ".py":
+        spec = importlib.util.spec_from_file_location("depthgrow_recipe", path)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        study = module.study() if hasattr(module, "study") else None
+        if not isinstance(study, Study):
+            raise UserError(f"recipe file {name} must define study() returning a depthgrow.study.Study")
+        return study
+    if name not in RECIPES:
+        raise unknown("recipe", name, RECIPES)
+    return RECIPES[name]()
+
+
+def _flatten(values: dict[str, object], prefix: str = "") -> dict[str, object]:
+    flat: dict[str, object] = {}
+    for key, value in values.items():
+        flat |= _flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return flat

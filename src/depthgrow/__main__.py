@@ -1,0 +1,5 @@
+"""``python -m depthgrow`` is the command ``depthgrow``."""
+
+from depthgrow.cli import run
+
+run()

@@ -1,0 +1,206 @@
+"""The command line: ``depthgrow study | plan | ls | train | eval | export | report | prepare | pretrain | doctor``."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from depthgrow import __version__
+from depthgrow.files import UserError
+
+DONE, OUR_FAULT, USER_ERROR, STOPPED = 0, 1, 2, 3
+
+EPILOG = """\
+options of a recipe are written --section.field value; `depthgrow plan RECIPE` lists them all with their values.
+exit codes: 0 done, 1 our fault, 2 a mistake in the call or its input, 3 stopped by a signal with everything saved.
+"""
+
+
+class _Parser(argparse.ArgumentParser):
+    """One line and exit code 2 instead of a usage block."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message} (see {self.prog} --help)")
+
+
+def _parser() -> _Parser:
+    parser = _Parser(
+        prog="depthgrow",
+        description=__doc__,
+        epilog=EPILOG,
+        allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"depthgrow {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_Parser)
+
+    def command(name: str, text: str) -> argparse.ArgumentParser:
+        return commands.add_parser(
+            name,
+            help=text,
+            description=text,
+            epilog=EPILOG,
+            allow_abbrev=False,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+
+    for name, text in (
+        ("study", "run what is missing of a study's tree, then write its report"),
+        ("plan", "show a study's tree, parameters, budgets, memory and options; nothing is run"),
+        ("train", "run one arm of a study"),
+        ("prepare", "fetch or convert a teacher, tokenize the text, fill the teacher cache"),
+    ):
+        sub = command(name, text)
+        sub.add_argument("recipe", help="debug | laptop | smollm2 | paper | path to a .py or .yaml")
+        if name in ("study", "train"):
+            sub.add_argument("--out", type=Path, help="the study's folder (default: runs/RECIPE)")
+        if name == "train":
+            sub.add_argument("--arm", required=True, help="for example post-grow")
+        if name == "plan":
+            sub.add_argument("--json", action="store_true", help="print the plan as JSON")
+    sub = command("pretrain", "train a teacher from scratch and export it")
+    sub.add_argument("recipe", help="laptop-teacher")
+    sub.add_argument("--out", type=Path, help="folder (default: runs/RECIPE)")
+    sub = command("ls", "list a study folder's arms and nodes: done, running, missing, shared")
+    sub.add_argument("study", type=Path)
+    sub.add_argument("--json", action="store_true")
+    sub = command("report", "write STUDY/report from the study's files")
+    sub.add_argument("study", type=Path)
+    sub = command("eval", "evaluate an arm's final checkpoint, or a model folder, on a study's held-out documents")
+    sub.add_argument("study", type=Path)
+    sub.add_argument("arm", nargs="?")
+    sub.add_argument("--model", help="a Hugging Face model folder with the study's tokenizer")
+    sub.add_argument("--seed", type=int)
+    sub.add_argument("--json", action="store_true")
+    sub = command("export", "write an arm's final student as a Hugging Face model folder")
+    sub.add_argument("study", type=Path)
+    sub.add_argument("arm")
+    sub.add_argument("--to", type=Path, required=True, help="folder to write")
+    sub.add_argument("--seed", type=int)
+    sub.add_argument("--dtype", default="float32", help="of the weights: float32 | bfloat16")
+    sub = command("doctor", "say what is installed, what is missing, and what this machine offers")
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Entry point; returns the exit code and never lets a traceback stand for a user's mistake."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    try:
+        options, rest = _parser().parse_known_args(arguments)
+        return _run(options, rest)
+    except UserError as error:
+        print(f"depthgrow: {error}", file=sys.stderr)
+        return USER_ERROR
+    except KeyboardInterrupt:
+        print("depthgrow: interrupted", file=sys.stderr)
+        return STOPPED
+    except OSError as error:
+        if error.errno in (28, 122):  # no space left, quota exceeded
+            print(f"depthgrow: no space left while writing {error.filename}; free some and run again", file=sys.stderr)
+            return USER_ERROR
+        traceback.print_exc()
+        return OUR_FAULT
+
+
+def run() -> NoReturn:
+    sys.exit(main())
+
+
+def _run(options: argparse.Namespace, rest: list[str]) -> int:
+    if options.command in ("study", "plan", "train", "prepare", "pretrain"):
+        from depthgrow.config import parse_assignments
+
+        assignments: dict[str, Any] = dict(parse_assignments(rest))
+    elif rest:
+        raise UserError(f"unexpected argument {rest[0]!r} (see depthgrow {options.command} --help)")
+    if options.command == "report":
+        return _report(options.study)
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    if options.command in ("study", "plan", "train", "prepare"):
+        return _recipe_command(options, assignments)
+    if options.command == "pretrain":
+        return _pretrain(options, assignments)
+    from depthgrow import inspect_study
+
+    if options.command == "ls":
+        return inspect_study.ls(options.study, as_json=options.json)
+    if options.command == "eval":
+        return inspect_study.evaluate_command(options.study, options.arm, options.model, options.seed, options.json)
+    if options.command == "export":
+        return inspect_study.export_command(options.study, options.arm, options.to, options.seed, options.dtype)
+    return inspect_study.doctor()
+
+
+def _recipe_command(options: argparse.Namespace, assignments: dict[str, Any]) -> int:
+    from depthgrow.config import override
+    from depthgrow.recipes import load_recipe
+    from depthgrow.teacher.sources import prepare_smollm2
+
+    study = load_recipe(options.recipe)
+    if options.command == "train":
+        assignments["arms"] = options.arm
+    study = override(study, assignments)
+    if options.command == "plan":
+        from depthgrow.plan import plan
+
+        return plan(study, as_json=options.json)
+    if options.command == "prepare" and study.teacher.source == "smollm2":
+        print(f"teacher: {prepare_smollm2()}")
+    from depthgrow.console import Console
+    from depthgrow.runtime import Stopped, StopSignal
+    from depthgrow.study import prepare, run_study
+
+    root = getattr(options, "out", None) or Path("runs") / study.name
+    with StopSignal().listening() as stop, Console() as console:
+        try:
+            if options.command == "prepare":
+                prepare(study, console).fill(study, stop, console)
+                return DONE
+            run_study(study, root, stop=stop, listener=console)
+        except Stopped as stopped:
+            console.note(f"stopped during {stopped}; everything is saved, run the same command to go on")
+            return STOPPED
+    return _report(root) if options.command == "study" else DONE
+
+
+def _pretrain(options: argparse.Namespace, assignments: dict[str, Any]) -> int:
+    from depthgrow.config import override
+    from depthgrow.console import Console
+    from depthgrow.files import unknown
+    from depthgrow.pretrain import pretrain
+    from depthgrow.recipes.laptop_teacher import laptop_teacher
+    from depthgrow.runtime import Stopped, StopSignal
+
+    if options.recipe != "laptop-teacher":
+        raise unknown("recipe", options.recipe, ["laptop-teacher"])
+    config = override(laptop_teacher(), assignments)
+    with StopSignal().listening() as stop, Console() as console:
+        try:
+            model = pretrain(config, options.out or Path("runs") / config.name, stop=stop, listener=console)
+        except Stopped:
+            console.note("stopped; everything is saved, run the same command to go on")
+            return STOPPED
+    print(model)
+    return DONE
+
+
+def _report(root: Path) -> int:
+    from depthgrow.report.write import write_report
+
+    result = write_report(root)
+    print(result.sentence)
+    print(f"report: {result.html}")
+    return DONE
+
+
+if __name__ == "__main__":
+    run()

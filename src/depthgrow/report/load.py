@@ -1,0 +1,122 @@
+"""A study's files as plain Python and numpy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from depthgrow.files import UserError, read_json
+from depthgrow.metrics import read_metrics
+
+
+@dataclass(frozen=True)
+class Phase:
+    """One finished phase of an arm."""
+
+    key: str
+    active: int
+    steps: int
+    done: dict[str, Any]
+    metrics: list[dict[str, Any]]
+    environment: dict[str, Any]
+    folder: Path
+
+    def documents(self) -> dict[str, NDArray[Any]]:
+        """Per-document sums of the evaluation at the phase's end."""
+        path = self.folder / "eval" / f"step-{self.steps:08d}.npz"
+        try:
+            with np.load(path, allow_pickle=False) as arrays:
+                return {name: arrays[name] for name in arrays.files}
+        except (OSError, ValueError, KeyError) as error:
+            raise UserError(
+                f"evaluation file {path} cannot be read ({error}); delete {self.folder} and run the study again"
+            ) from None
+
+    def evaluations(self) -> list[dict[str, Any]]:
+        return [record for record in self.metrics if record["kind"] == "eval"]
+
+
+@dataclass(frozen=True)
+class Run:
+    """One arm at one seed; ``phases`` are the finished ones, ``planned`` how many it has in all."""
+
+    arm: str
+    seed: int
+    phases: list[Phase]
+    planned: int
+
+    @property
+    def complete(self) -> bool:
+        return len(self.phases) == self.planned
+
+
+@dataclass(frozen=True)
+class StudyFiles:
+    """Everything the report reads."""
+
+    root: Path
+    config: dict[str, Any]
+    runs: dict[tuple[str, int], Run]
+    teacher: dict[str, Any]
+    data: dict[str, Any]
+
+    @property
+    def seeds(self) -> list[int]:
+        return sorted({seed for _, seed in self.runs})
+
+    @property
+    def arms(self) -> list[str]:
+        return list(dict.fromkeys(arm for arm, _ in self.runs))
+
+    def complete_seeds(self, *arms: str) -> list[int]:
+        """Seeds at which every one of ``arms`` is finished."""
+        return [s for s in self.seeds if all((a, s) in self.runs and self.runs[a, s].complete for a in arms)]
+
+
+def load_study_files(root: Path) -> StudyFiles:
+    """Read a study folder, finished or not.
+
+    Raises:
+        UserError: there is no study in it.
+    """
+    if not (root / "study.json").exists():
+        raise UserError(f"{root} holds no study (no study.json); run: depthgrow study RECIPE --out {root}")
+    record = read_json(root / "study.json")
+    phases: dict[str, Phase | None] = {}
+    runs = {}
+    for arm, seeds in record["arms"].items():
+        for seed, keys in seeds.items():
+            for key in keys:
+                if key not in phases:
+                    phases[key] = _load_phase(root / "nodes" / key)
+            finished = []
+            for key in keys:
+                phase = phases[key]
+                if phase is None:
+                    break
+                finished.append(phase)
+            runs[arm, int(seed)] = Run(arm, int(seed), finished, len(keys))
+    optional = {
+        name: read_json(root / name) if (root / name).exists() else {} for name in ("teacher.json", "data.json")
+    }
+    return StudyFiles(root, record["config"], runs, optional["teacher.json"], optional["data.json"])
+
+
+def _load_phase(folder: Path) -> Phase | None:
+    if not (folder / "done.json").exists():
+        return None
+    done = read_json(folder / "done.json")
+    last = read_json(folder / "config.json")["identity"]["phases"][-1]
+    return Phase(
+        key=folder.name,
+        active=last["active"],
+        steps=done["steps"],
+        done=done,
+        metrics=read_metrics(folder / "metrics.jsonl"),
+        environment=read_json(folder / "environment.json"),
+        folder=folder,
+    )

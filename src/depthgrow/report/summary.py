@@ -1,0 +1,186 @@
+"""Every number of the report, computed once into one dictionary: report.json is this dictionary."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from depthgrow.report import paper
+from depthgrow.report.load import Run, StudyFiles
+from depthgrow.report.statistics import Estimate, mean_over_seeds, paired_bootstrap
+
+SCHEMA = 1
+
+
+def summarise(study: StudyFiles) -> dict[str, Any]:
+    """The report's content. Cells whose runs are not finished are absent, and named in ``missing``."""
+    arms = {arm: _arm(study, arm) for arm in study.arms if study.complete_seeds(arm)}
+    deltas = {
+        curriculum: _delta(study, f"post-{curriculum}", f"pre-{curriculum}")
+        for curriculum in ("joint", "grow", "freeze", "single")
+        if study.complete_seeds(f"post-{curriculum}", f"pre-{curriculum}")
+    }
+    return {
+        "schema": SCHEMA,
+        "study": study.config["name"],
+        "seeds": study.seeds,
+        "arms": arms,
+        "deltas": deltas,
+        "interaction": _interaction(study),
+        "ce_per_phase": _ce_per_phase(study),
+        "validation_curves": {arm: _curve(study.runs[arm, study.seeds[0]]) for arm in study.arms},
+        "ledger": [_ledger(study, arm) for arm in arms],
+        "teacher": study.teacher,
+        "data": {k: study.data.get(k) for k in ("corpora", "train", "held_out", "train_text_sha256", "skipped_files")},
+        "config": study.config,
+        "environment": next((p.environment for run in study.runs.values() for p in run.phases), {}),
+        "nodes": {f"{arm} seed {seed}": [p.key for p in run.phases] for (arm, seed), run in study.runs.items()},
+        "wall_seconds": sum(
+            {p.key: p.done["counted"]["seconds"] for run in study.runs.values() for p in run.phases}.values()
+        ),
+        "missing": [
+            f"{arm} seed {seed}: {len(run.phases)} of {run.planned} phases done"
+            for (arm, seed), run in study.runs.items()
+            if not run.complete
+        ],
+        "paper": {"source": paper.SOURCE, "ce": paper.CE, "delta": paper.DELTA, "interaction": paper.INTERACTION},
+    } | {"sentence": sentence(study, deltas)}
+
+
+def _final(run: Run) -> dict[str, NDArray[Any]]:
+    return run.phases[-1].documents()
+
+
+def _estimate(study: StudyFiles, contrast: Mapping[str, float], quantity: str = "ce") -> Estimate | None:
+    """A contrast of arms' final values, per-document sums averaged over the seeds all of them have; None if none has."""
+    seeds = study.complete_seeds(*contrast)
+    if not seeds:
+        return None
+    finals = {arm: [_final(study.runs[arm, seed]) for seed in seeds] for arm in contrast}
+    tokens = next(iter(finals.values()))[0]["tokens"]
+    sums = {arm: mean_over_seeds([final[quantity] for final in found]) for arm, found in finals.items()}
+    if any(not np.isfinite(value).all() for value in sums.values()):
+        return None
+    return paired_bootstrap(tokens, sums, contrast)
+
+
+def _as_dict(estimate: Estimate | None) -> dict[str, float] | None:
+    return None if estimate is None else estimate.as_dict()
+
+
+def _arm(study: StudyFiles, arm: str) -> dict[str, Any]:
+    seeds = study.complete_seeds(arm)
+    finals = [study.runs[arm, seed].phases[-1].done["final"] for seed in seeds]
+    mean = {name: float(np.mean([final[name] for final in finals])) for name in finals[0]}
+    layers = study.runs[arm, seeds[0]].phases[-1].active * study.config["student"]["layers_per_block"]
+    return mean | {
+        "ce": _as_dict(_estimate(study, {arm: 1.0})) or {"value": mean["ce"], "low": mean["ce"], "high": mean["ce"]},
+        "layers": layers,
+        "seeds": seeds,
+        "valid": bool(np.isfinite(mean["ce"])),
+        "paper_ce": paper.CE.get(arm),
+        "parameters": study.runs[arm, seeds[0]].phases[-1].done["parameters"],
+    }
+
+
+def _delta(study: StudyFiles, post: str, pre: str) -> dict[str, Any]:
+    estimate = _estimate(study, {post: 1.0, pre: -1.0})
+    curriculum = post.partition("-")[2]
+    reference = paper.SINGLE_DELTA if curriculum == "single" else paper.DELTA.get(curriculum)
+    return {"estimate": _as_dict(estimate), "valid": estimate is not None, "paper": reference}
+
+
+def _interaction(study: StudyFiles) -> dict[str, Any] | None:
+    contrast = {"post-grow": 1.0, "pre-grow": -1.0, "post-joint": -1.0, "pre-joint": 1.0}
+    if not study.complete_seeds(*contrast):
+        return None
+    estimate = _estimate(study, contrast)
+    return {"estimate": _as_dict(estimate), "valid": estimate is not None, "paper": paper.INTERACTION}
+
+
+def _ce_per_phase(study: StudyFiles) -> list[dict[str, Any]]:
+    """Grow's phases at the first seed that has both placements: CE of each at the phase's end, and their difference."""
+    both = [s for s in study.seeds if all((f"{p}-grow", s) in study.runs for p in ("pre", "post"))]
+    if not both:
+        return []
+    pre, post = (study.runs[f"{p}-grow", both[0]].phases for p in ("pre", "post"))
+    rows = []
+    for number, (a, b) in enumerate(zip(pre, post, strict=False), 1):
+        first, second = a.documents(), b.documents()
+        if not (np.isfinite(first["ce"]).all() and np.isfinite(second["ce"]).all()):
+            continue
+        sums = {"pre": first["ce"], "post": second["ce"]}
+        delta = paired_bootstrap(first["tokens"], sums, {"post": 1.0, "pre": -1.0})
+        layers = a.active * study.config["student"]["layers_per_block"]
+        ce = {"pre": a.done["final"]["ce"], "post": b.done["final"]["ce"]}
+        rows.append({"phase": number, "layers": layers, **ce, "delta": delta.as_dict(), "seed": both[0]})
+    return rows
+
+
+def _curve(run: Run) -> dict[str, list[Any]]:
+    steps: list[int] = []
+    ce: list[float] = []
+    transitions: list[int] = []
+    offset = 0
+    for phase in run.phases:
+        if offset and phase.active > run.phases[0].active:
+            transitions.append(offset)
+        for record in phase.evaluations():
+            steps.append(offset + record["step"])
+            ce.append(record["ce"])
+        offset += phase.steps
+    return {"steps": steps, "ce": ce, "transitions": transitions}
+
+
+def _ledger(study: StudyFiles, arm: str) -> dict[str, Any]:
+    run = study.runs[arm, study.complete_seeds(arm)[0]]
+    counted = [phase.done["counted"] for phase in run.phases]
+    return {
+        "arm": arm,
+        "phases": len(run.phases),
+        "layers": [phase.active * study.config["student"]["layers_per_block"] for phase in run.phases],
+        "steps": sum(phase.steps for phase in run.phases),
+        "total_tokens": sum(c["tokens"] for c in counted),
+        "unique_tokens": run.phases[-1].done["unique_tokens"],
+        "active_layer_tokens": sum(c["active_layer_tokens"] for c in counted),
+        "train_flops": sum(c["flops"] for c in counted),
+        "seconds": sum(c["seconds"] for c in counted),
+    }
+
+
+def _clause(name: str, delta: dict[str, Any]) -> str:
+    if not delta["valid"]:
+        return f"under {name} the comparison is invalid (a loss is not finite)"
+    estimate = Estimate(**delta["estimate"])
+    if not estimate.excludes_zero:
+        return f"under {name} the two cannot be told apart ({estimate.value:+.3f} ± {estimate.half_width:.3f})"
+    ahead = "post-norm" if estimate.value < 0 else "pre-norm"
+    return f"under {name} {ahead} is ahead by {abs(estimate.value):.3f} ± {estimate.half_width:.3f} nats per token"
+
+
+def sentence(study: StudyFiles, deltas: dict[str, Any]) -> str:
+    """The finding in plain words, with what it rests on."""
+    clauses = [_clause(name, deltas[name]) for name in ("grow", "joint", "freeze") if name in deltas]
+    if not clauses:
+        return "Nothing to compare yet: no curriculum has both placements finished."
+    text = "; ".join(clauses)
+    interaction = _interaction(study)
+    if interaction is not None and interaction["valid"]:
+        estimate = Estimate(**interaction["estimate"])
+        if not estimate.excludes_zero:
+            verdict = "not distinguishable from none"
+        elif (estimate.value < 0) == (paper.INTERACTION < 0):
+            verdict = f"the same sign as the paper's {paper.INTERACTION:+.3f}"
+        else:
+            verdict = f"the opposite sign of the paper's {paper.INTERACTION:+.3f}"
+        text += f". The interaction is {estimate.value:+.3f} ± {estimate.half_width:.3f}, {verdict}"
+    seeds = study.seeds
+    basis = (
+        "one seed: how far another initialisation would move it is not measured"
+        if len(seeds) == 1
+        else (f"averaged over {len(seeds)} seeds")
+    )
+    return f"{text[0].upper()}{text[1:]} (95 % over held-out documents; {basis})."

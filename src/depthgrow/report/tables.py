@@ -1,0 +1,163 @@
+"""The tables as rows of text: one definition for HTML, Markdown and CSV."""
+
+from __future__ import annotations
+
+import csv
+import io
+from dataclasses import dataclass
+from typing import Any
+
+MISSING = "–"
+
+
+@dataclass(frozen=True)
+class Table:
+    """A titled table; ``note`` defines its columns."""
+
+    name: str
+    title: str
+    header: list[str]
+    rows: list[list[str]]
+    note: str
+
+    def csv(self) -> str:
+        buffer = io.StringIO()
+        csv.writer(buffer).writerows([self.header, *self.rows])
+        return buffer.getvalue()
+
+    def markdown(self) -> str:
+        lines = [self.header, ["---"] * len(self.header), *self.rows]
+        return "\n".join("| " + " | ".join(row) + " |" for row in lines)
+
+
+def _number(value: float | None, form: str = ".4f") -> str:
+    return MISSING if value is None else format(value, form)
+
+
+def _interval(estimate: dict[str, float] | None, form: str = ".4f") -> str:
+    if estimate is None:
+        return "invalid"
+    return f"{estimate['value']:{form}} [{estimate['low']:{form}}, {estimate['high']:{form}}]"
+
+
+def _tokens(value: int) -> str:
+    return f"{value:,}"
+
+
+def two_by_two(summary: dict[str, Any]) -> Table:
+    curricula = [c for c in ("joint", "grow", "freeze", "single") if any(a.endswith(f"-{c}") for a in summary["arms"])]
+    rows = []
+    for placement in ("pre", "post"):
+        row = [placement]
+        for curriculum in curricula:
+            arm = summary["arms"].get(f"{placement}-{curriculum}")
+            ours = MISSING if arm is None else _interval(arm["ce"]) if arm["valid"] else "invalid"
+            row += [ours, _number(summary["paper"]["ce"].get(f"{placement}-{curriculum}"))]
+        rows.append(row)
+    row = ["Δ = post − pre"]
+    for curriculum in curricula:
+        delta = summary["deltas"].get(curriculum)
+        row += [
+            MISSING if delta is None else _interval(delta["estimate"], "+.4f"),
+            MISSING if delta is None else _number(delta["paper"], "+.4f"),
+        ]
+    rows.append(row)
+    interaction = summary["interaction"]
+    if interaction is not None:
+        pad = [""] * (2 * len(curricula) - 2)
+        rows.append(
+            ["interaction", _interval(interaction["estimate"], "+.4f"), _number(interaction["paper"], "+.4f"), *pad]
+        )
+    return Table(
+        "two_by_two",
+        "Held-out CE: placement × curriculum",
+        ["", *(cell for c in curricula for cell in (f"{c}, ours", f"{c}, paper"))],
+        rows,
+        "Cross-entropy in nats per target token on whole held-out documents, at the scheduled end of each arm, never its "
+        "best checkpoint. Brackets: central 95 % of a paired bootstrap over documents. interaction = Δ grow − Δ joint. "
+        "The paper's figures come from another teacher, text and size: compare signs and ratios, not values.",
+    )
+
+
+def quantities(summary: dict[str, Any]) -> Table:
+    rows = [
+        [
+            arm,
+            str(values["layers"]),
+            *(_number(values["ce"]["value"] if q == "ce" else values.get(q)) for q in ("ce", "kl", "soft_ce")),
+            _number(values.get("teacher_entropy")),
+            _number(values["ppl"], ".2f"),
+            f"{values['parameters']['trainable']:,}",
+        ]
+        for arm, values in summary["arms"].items()
+    ]
+    held_out = summary["teacher"].get("held_out")
+    if held_out:
+        rows.append(
+            [
+                "teacher",
+                str(summary["teacher"]["architecture"]["num_layers"]),
+                _number(held_out["ce"]),
+                MISSING,
+                MISSING,
+                MISSING,
+                _number(held_out["ppl"], ".2f"),
+                f"{summary['teacher']['parameters']:,} (frozen)",
+            ]
+        )
+    return Table(
+        "quantities",
+        "What each arm reached",
+        ["arm", "layers", "ce", "kl", "soft_ce", "teacher entropy", "ppl", "trainable parameters"],
+        rows,
+        "kl = KL(teacher ‖ student), zero for identical models. soft_ce = kl + teacher entropy, the student's "
+        "cross-entropy under the teacher's distribution. ppl = exp(ce). All at temperature 1, nats per target token.",
+    )
+
+
+def ce_per_phase(summary: dict[str, Any]) -> Table:
+    rows = [
+        [str(r["phase"]), str(r["layers"]), _number(r["pre"]), _number(r["post"]), _interval(r["delta"], "+.4f")]
+        for r in summary["ce_per_phase"]
+    ]
+    signs = [r["delta"]["value"] < 0 for r in summary["ce_per_phase"]]
+    crossing = next((i + 1 for i in range(1, len(signs)) if signs[i] != signs[i - 1]), None)
+    text = f"The ranking crosses over at phase {crossing}." if crossing else "The ranking does not cross over."
+    return Table(
+        "ce_per_phase",
+        "CE after each growth phase",
+        ["phase", "layers", "pre-grow", "post-grow", "Δ = post − pre"],
+        rows,
+        f"Held-out CE at the end of each phase. {text} In the paper Δ is +0.0044 after the first phase and −0.0328 "
+        "after the last.",
+    )
+
+
+def ledger(summary: dict[str, Any]) -> Table:
+    rows = [
+        [
+            r["arm"],
+            " → ".join(map(str, r["layers"])),
+            _tokens(r["steps"]),
+            _tokens(r["total_tokens"]),
+            _tokens(r["unique_tokens"]),
+            _tokens(r["active_layer_tokens"]),
+            f"{r['train_flops']:.3e}",
+            f"{r['seconds']:.0f}",
+        ]
+        for r in summary["ledger"]
+    ]
+    return Table(
+        "ledger",
+        "Budget ledger",
+        ["arm", "layers", "steps", "total tokens", "unique tokens", "active-layer tokens", "FLOPs", "seconds"],
+        rows,
+        "Counted from what the steps consumed: non-padding target tokens. Active-layer tokens = Σ tokens(t) × active "
+        "layers(t). FLOPs of matrix products of student and teacher head, forward and backward. Phases shared between "
+        "arms count in each.",
+    )
+
+
+def build_tables(summary: dict[str, Any]) -> list[Table]:
+    tables = [two_by_two(summary), ce_per_phase(summary), quantities(summary), ledger(summary)]
+    return [table for table in tables if table.rows]

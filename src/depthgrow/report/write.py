@@ -1,0 +1,120 @@
+"""Write DIR/report: report.html, report.md, report.json, tables/*.csv, figures/*.png and *.svg."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jinja2
+
+from depthgrow.files import write_atomic, write_json
+from depthgrow.report.figures import FIGURES, save
+from depthgrow.report.load import load_study_files
+from depthgrow.report.summary import summarise
+from depthgrow.report.tables import Table, build_tables
+
+
+@dataclass(frozen=True)
+class Written:
+    """Where the page is and what it says first."""
+
+    html: Path
+    sentence: str
+
+
+def write_report(root: Path) -> Written:
+    """Write the report of a study folder from its files.
+
+    Raises:
+        UserError: the folder holds no study, or a file in it is damaged.
+    """
+    study = load_study_files(root)
+    summary = summarise(study)
+    folder = root / "report"
+    (folder / "figures").mkdir(parents=True, exist_ok=True)
+    (folder / "tables").mkdir(exist_ok=True)
+    drawn = []
+    for name, (draw, title) in FIGURES.items():
+        figure = draw(summary)
+        if figure is not None:
+            caption = " ".join((draw.__doc__ or "").split())
+            drawn.append(
+                {"name": name, "title": title, "caption": caption, "svg": save(figure, folder / "figures" / name)}
+            )
+    tables = build_tables(summary)
+    for table in tables:
+        write_atomic(folder / "tables" / f"{table.name}.csv", table.csv())
+    write_json(folder / "report.json", summary)
+    provenance = _provenance(summary)
+    write_atomic(folder / "report.md", _markdown(summary, tables, drawn, provenance))
+    template = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True, lstrip_blocks=True
+    ).get_template("report.html.j2")
+    page = template.render(
+        summary=summary,
+        tables=tables,
+        figures=drawn,
+        provenance=provenance,
+        config=json.dumps(summary["config"], indent=1),
+    )
+    write_atomic(folder / "report.html", page)
+    return Written(folder / "report.html", summary["sentence"])
+
+
+def _provenance(summary: dict[str, Any]) -> list[tuple[str, str]]:
+    """(what, value) rows: teacher, text, software, machine."""
+    teacher, data, environment = summary["teacher"], summary["data"], summary["environment"]
+    rows = []
+    if teacher:
+        made = teacher.get("provenance") or {}
+        origin = made.get("command") or made.get("model") or "a model folder or hub name"
+        rows.append(
+            (
+                "teacher",
+                f"{teacher['source']}: {teacher['parameters']:,} parameters, weights {teacher['weights_hash']}, {origin}",
+            )
+        )
+        rows.append(("teacher's held-out CE", f"{teacher['held_out']['ce']:.4f} nats per token"))
+    rows += [("corpus", f"{c['name']}: {c['source']}; licence {c['licence']}") for c in data.get("corpora") or []]
+    for name in ("train", "held_out"):
+        if data.get(name):
+            part = data[name]
+            rows.append(
+                (
+                    name.replace("_", "-") + " documents",
+                    f"{part['documents']:,}, {part['target_tokens']:,} target tokens, hash {part['content_hash']}",
+                )
+            )
+    if data.get("skipped_files"):
+        skipped = data["skipped_files"]
+        rows.append(("skipped files", f"{len(skipped)}: {'; '.join(skipped[:5])}"))
+    if environment:
+        versions = ", ".join(f"{k} {v}" for k, v in environment["versions"].items())
+        rows.append(("software", f"Python {environment['python']}, {versions}"))
+        rows.append(
+            (
+                "machine",
+                f"{environment['processor']}, {environment['cpu_count']} cores, {environment['threads']} threads, "
+                f"{environment['platform']}, device {environment['device']}",
+            )
+        )
+    rows.append(("training time", f"{summary['wall_seconds']:.0f} s over all distinct phases"))
+    rows += [(f"nodes of {name}", ", ".join(keys)) for name, keys in summary["nodes"].items()]
+    return rows
+
+
+def _markdown(
+    summary: dict[str, Any], tables: list[Table], figures: list[dict[str, str]], provenance: list[tuple[str, str]]
+) -> str:
+    parts = [f"# Study {summary['study']}", summary["sentence"]]
+    if summary["missing"]:
+        parts.append("Not finished yet:\n\n" + "\n".join(f"- {line}" for line in summary["missing"]))
+    for table in tables:
+        parts += [f"## {table.title}", table.markdown(), table.note]
+    for figure in figures:
+        parts += [f"## {figure['title']}", f"![{figure['title']}](figures/{figure['name']}.png)", figure["caption"]]
+    parts += ["## Provenance", "\n".join(f"- {name}: {value}" for name, value in provenance)]
+    parts += ["## Config", "```json\n" + json.dumps(summary["config"], indent=1) + "\n```"]
+    return "\n\n".join(parts) + "\n"

@@ -1,0 +1,162 @@
+"""Teacher targets on disk: written once per (teacher, documents), read by every arm, exact to the byte.
+
+    CACHE/teacher/KEY/hidden.npy      [total targets, D], the dtype the teacher computed in, memory-mapped
+                      checksums.npy   [documents] CRC-32 of each document's rows; -1 where not written yet
+                      info.json       what the key was made of; written last
+
+Rows are addressed by document, never by step, so order, batch size, epochs and ranks do not matter. Each read checks
+the rows against their checksum; the documents themselves are fixed by the content hash inside the key.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from depthgrow.config import fingerprint
+from depthgrow.data.batches import MicroBatch, group_by_length, pack
+from depthgrow.data.tokens import TokenizedDocuments
+from depthgrow.files import UserError, read_json, require_space, write_json
+from depthgrow.head_loss import TeacherTargets
+from depthgrow.runtime import Stopped, StopSignal
+from depthgrow.teacher.live import LiveTeacher
+
+SAVE_EVERY = 64  # groups of documents between two saves of the checksums while filling
+
+
+def _crc(rows_ND: NDArray[Any]) -> int:
+    return zlib.crc32(np.ascontiguousarray(rows_ND).view(np.uint8).reshape(-1).data)
+
+
+@dataclass
+class TargetCache:
+    """The targets of one set of documents. Open it with `open_cache`, complete it with `fill`, read it with `targets`.
+
+    first: number that a micro-batch's document ids have for document 0 of this set (a later shard starts at more than 0).
+    """
+
+    folder: Path
+    documents: TokenizedDocuments
+    head_VD: Tensor
+    hidden: Any
+    checksums: NDArray[np.int64]
+    starts: NDArray[np.int64]
+    first: int = 0
+
+    @property
+    def missing(self) -> list[int]:
+        return [int(i) for i in np.flatnonzero(self.checksums < 0)]
+
+    def fill(
+        self,
+        teacher: LiveTeacher,
+        micro_tokens: int,
+        device: torch.device,
+        stop: StopSignal,
+        progress: Callable[[int, int], None],
+    ) -> None:
+        """Run the teacher over the documents that are not there yet; goes on where an earlier call was stopped.
+
+        Raises:
+            Stopped: a signal came; what was computed is kept.
+        """
+        done = len(self.checksums) - len(self.missing)
+        for number, group in enumerate(group_by_length(self.documents, self.missing, micro_tokens), 1):
+            batch = pack(self.documents, group).to(device)
+            rows_ND = _to_numpy(teacher.hidden(batch.ids_N, batch.lengths))
+            place = 0
+            for index, length in zip(group, batch.lengths, strict=True):
+                rows = rows_ND[place : place + length]
+                self.hidden[self.starts[index] : self.starts[index + 1]] = rows
+                self.checksums[index] = _crc(rows)
+                place += length
+            done += len(group)
+            progress(done, len(self.checksums))
+            if number % SAVE_EVERY == 0 or stop.requested:
+                self._save()
+            if stop.requested:
+                raise Stopped("teacher targets")
+        self._save()
+
+    def _save(self) -> None:
+        self.hidden.flush()
+        scratch = self.folder / "checksums.partial.npy"
+        np.save(scratch, self.checksums)
+        scratch.replace(self.folder / "checksums.npy")
+
+    def targets(self, batch: MicroBatch) -> TeacherTargets:
+        """The targets of a micro-batch's documents, in its order.
+
+        Raises:
+            UserError: rows on disk are not what the teacher wrote.
+        """
+        parts = []
+        for document in batch.document_ids:
+            index = document - self.first
+            rows = self.hidden[self.starts[index] : self.starts[index + 1]]
+            if _crc(rows) != self.checksums[index]:
+                raise UserError(
+                    f"teacher cache {self.folder / 'hidden.npy'} is damaged at document {index} (checksum differs); "
+                    f"delete {self.folder} and run again"
+                )
+            parts.append(_to_torch(rows))
+        return TeacherTargets(torch.cat(parts).to(self.head_VD.device), self.head_VD)
+
+
+def _to_numpy(x: Tensor) -> NDArray[Any]:
+    x = x.detach().cpu().contiguous()
+    return (x.view(torch.uint16) if x.dtype == torch.bfloat16 else x).numpy()
+
+
+def _to_torch(rows: NDArray[Any]) -> Tensor:
+    rows = np.array(rows)  # a private copy: the map is read-only memory of the page cache
+    return torch.from_numpy(rows).view(torch.bfloat16) if rows.dtype == np.uint16 else torch.from_numpy(rows)
+
+
+def cache_size(documents: TokenizedDocuments, hidden_size: int, dtype: torch.dtype) -> int:
+    """Bytes that the targets of these documents take."""
+    return int(documents.num_targets.sum()) * hidden_size * dtype.itemsize
+
+
+def open_cache(
+    root: Path, teacher: LiveTeacher, documents: TokenizedDocuments, dtype: torch.dtype, first: int = 0
+) -> TargetCache:
+    """The cache of (teacher, documents, dtype) under ``root``: found, or made empty.
+
+    Raises:
+        UserError: no room on disk, or files that are not what their record says.
+    """
+    identity = {
+        "format": 1,
+        "teacher": teacher.identity["weights"],
+        "documents": documents.content_hash,
+        "dtype": str(dtype),
+        "shape": [int(documents.num_targets.sum()), teacher.arch.hidden_size],
+    }
+    folder = root / "teacher" / fingerprint(identity)
+    hidden_path, checksum_path = folder / "hidden.npy", folder / "checksums.npy"
+    if not (folder / "info.json").exists():
+        require_space(folder, cache_size(documents, teacher.arch.hidden_size, dtype), "the teacher cache")
+        kind = np.dtype(np.uint16) if dtype == torch.bfloat16 else np.dtype(str(dtype).removeprefix("torch."))
+        np.lib.format.open_memmap(hidden_path, mode="w+", dtype=kind, shape=tuple(identity["shape"])).flush()
+        np.save(checksum_path, np.full(len(documents), -1, dtype=np.int64))
+        write_json(folder / "info.json", identity)
+    if read_json(folder / "info.json") != identity:
+        raise UserError(f"teacher cache {folder} belongs to another teacher or corpus; delete it and run again")
+    try:
+        checksums = np.load(checksum_path, allow_pickle=False)
+        hidden = np.load(hidden_path, mmap_mode="r+" if (checksums < 0).any() else "r", allow_pickle=False)
+    except (OSError, ValueError) as error:
+        raise UserError(f"teacher cache {folder} cannot be read ({error}); delete it and run again") from None
+    starts = np.concatenate([[0], np.cumsum(documents.num_targets)])
+    if list(hidden.shape) != identity["shape"] or len(checksums) != len(documents):
+        raise UserError(f"teacher cache {folder} is truncated; delete it and run again")
+    return TargetCache(folder, documents, teacher.head_VD, hidden, checksums, starts, first)
