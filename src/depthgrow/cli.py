@@ -129,15 +129,15 @@ def _run(options: argparse.Namespace, rest: list[str]) -> int:
         return _recipe_command(options, assignments)
     if options.command == "pretrain":
         return _pretrain(options, assignments)
-    from depthgrow import inspect_study
+    from depthgrow import arms, status
 
     if options.command == "ls":
-        return inspect_study.ls(options.study, as_json=options.json)
+        return status.ls(options.study, as_json=options.json)
     if options.command == "eval":
-        return inspect_study.evaluate_command(options.study, options.arm, options.model, options.seed, options.json)
+        return arms.evaluate_arm(options.study, options.arm, options.model, options.seed, options.json)
     if options.command == "export":
-        return inspect_study.export_command(options.study, options.arm, options.to, options.seed, options.dtype)
-    return inspect_study.doctor()
+        return arms.export_arm(options.study, options.arm, options.to, options.seed, options.dtype)
+    return status.doctor()
 
 
 def _recipe_command(options: argparse.Namespace, assignments: dict[str, Any]) -> int:
@@ -156,8 +156,8 @@ def _recipe_command(options: argparse.Namespace, assignments: dict[str, Any]) ->
     if options.command == "prepare" and study.teacher.source == "smollm2":
         print(f"teacher: {prepare_smollm2()}")
     from depthgrow.console import Console
+    from depthgrow.runner import prepare, run_study
     from depthgrow.runtime import Stopped, StopSignal
-    from depthgrow.study import prepare, run_study
 
     root = getattr(options, "out", None) or Path("runs") / study.name
     with StopSignal().listening() as stop, Console() as console:

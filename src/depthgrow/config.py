@@ -11,7 +11,7 @@ import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from functools import cache
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -37,7 +37,7 @@ def from_dict(cls: type[C], values: dict[str, Any]) -> C:
         UserError: one line naming the field, the value received and what was expected.
     """
     try:
-        return _adapter(cls).validate_python(values)
+        return _adapter(cast(Any, cls)).validate_python(values)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"] if part != cls.__name__)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import sys
 import time
-from typing import TextIO
+from dataclasses import replace
+from typing import Any, TextIO
 
 from rich.console import Console as RichConsole
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
+
+from depthgrow.trainer import Work
 
 PLAIN_EVERY = 15.0  # seconds between two progress lines where there is no terminal
 
@@ -26,15 +29,14 @@ class Console:
         self._rich = RichConsole(file=stream, highlight=False, soft_wrap=True)
         self._interactive = self._rich.is_terminal if interactive is None else interactive
         self._stream = stream
-        self._total = self._finished = 0.0
-        self._started = self._last_line = 0.0
-        self._costs: dict[str, float] = {}
-        self._place: tuple[str, int] = ("", 0)
+        self._started = 0.0
+        self._last_line: dict[str, float] = {}
+        self._work: dict[str, Work] = {}
+        self._steps: dict[str, int] = {}
+        self._bars_of: dict[str, TaskID] = {}
         self._bars = Progress(
             TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[facts]}"), console=self._rich
         )
-        self._phase: TaskID | None = None
-        self._study: TaskID | None = None
 
     def __enter__(self) -> Console:
         if self._interactive:
@@ -51,12 +53,12 @@ class Console:
         else:
             print(text, file=self._stream, flush=True)
 
-    def begin(self, costs: dict[str, float], steps: dict[str, int]) -> None:
-        """Announce the phases to come: cost of one step of each, in any one unit, and how many steps are left."""
-        self._costs, self._total = costs, sum(costs[label] * steps[label] for label in costs)
-        self._finished, self._started, self._place = 0.0, time.monotonic(), ("", 0)
+    def begin(self, work: dict[str, Work]) -> None:
+        """Announce the phases to come."""
+        self._work, self._steps = dict(work), {label: w.start for label, w in work.items()}
+        self._started = 0.0
 
-    def progress(self, label: str, step: int, num_steps: int, values: dict[str, float]) -> None:
+    def progress(self, label: str, step: int, num_steps: int, values: dict[str, Any]) -> None:
         facts = [f"{step}/{num_steps}"]
         for name in ("loss", "held_out_ce"):
             if name in values:
@@ -68,28 +70,33 @@ class Console:
             self._show_bars(label, step, num_steps, facts, left)
             return
         now = time.monotonic()
-        if now - self._last_line >= PLAIN_EVERY or step == num_steps:
-            self._last_line = now
+        if now - self._last_line.get(label, 0.0) >= PLAIN_EVERY or "held_out_ce" in values:
+            self._last_line[label] = now
             suffix = f"  about {duration(left)} left" if left is not None else ""
             print(f"{label}  {'  '.join(facts)}{suffix}", file=self._stream, flush=True)
 
     def _time_left(self, label: str, step: int) -> float | None:
-        if label not in self._costs:
+        """Seconds, from the work done since `begin`; None until there is some."""
+        if label not in self._work:
             return None
-        previous, before = self._place
-        self._finished += self._costs[label] * (step - before if label == previous else 0)
-        self._place = (label, step)
-        if self._finished <= 0:
-            return None
-        return (time.monotonic() - self._started) * (self._total - self._finished) / self._finished
+        if not self._started:  # the first report ends the warm-up: imports, the first batch
+            self._started = time.monotonic()
+            self._work[label] = replace(self._work[label], start=step)
+        self._steps[label] = step
+        done = sum(w.cost * (self._steps[name] - w.start) for name, w in self._work.items())
+        left = sum(w.cost * (w.steps - self._steps[name]) for name, w in self._work.items())
+        return (time.monotonic() - self._started) * left / done if done else None
 
     def _show_bars(self, label: str, step: int, num_steps: int, facts: list[str], left: float | None) -> None:
-        if self._phase is None:
-            self._phase = self._bars.add_task(label, total=num_steps, facts="")
-        self._bars.update(self._phase, description=label, completed=step, total=num_steps, facts="  ".join(facts))
+        if label not in self._bars_of:
+            self._bars_of[label] = self._bars.add_task(label, total=num_steps, facts="")
+        self._bars.update(self._bars_of[label], completed=step, facts="  ".join(facts))
+        if step == num_steps:
+            self._bars.update(self._bars_of[label], visible="held_out_ce" not in " ".join(facts))
         if left is not None:
-            if self._study is None:
-                self._study = self._bars.add_task("study", total=self._total, facts="")
+            if "study" not in self._bars_of:
+                self._bars_of["study"] = self._bars.add_task("study", total=1.0, facts="")
+            elapsed = time.monotonic() - self._started
             self._bars.update(
-                self._study, completed=self._finished, total=self._total, facts=f"about {duration(left)} left"
+                self._bars_of["study"], completed=elapsed / (elapsed + left), facts=f"about {duration(left)} left"
             )

@@ -111,8 +111,8 @@ def pretrain(config: Pretrain, out: Path, *, stop: StopSignal, listener: Listene
     steps = config.train.steps_per_phase
     run = PhaseRun(
         label=config.name,
+        placement="pre",
         student=StudentConfig(
-            placement="pre",
             num_blocks=1,
             layers_per_block=config.arch.num_layers,
             init_gain=config.init_gain,

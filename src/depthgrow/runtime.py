@@ -10,7 +10,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -75,6 +75,13 @@ def _processor() -> str:
         return names[0] if names else platform.processor()
     except OSError:
         return platform.processor()
+
+
+class Stop(Protocol):
+    """Says whether the run is to stop at the next step."""
+
+    @property
+    def requested(self) -> bool: ...
 
 
 class Stopped(Exception):

@@ -22,21 +22,18 @@ from depthgrow.runtime import keyed_generator
 
 @dataclass(frozen=True, kw_only=True)
 class StudentConfig:
-    """Depth, norm placement and initialisation of a student; the sub-layers are the teacher's `Architecture`.
+    """Depth and initialisation of a student. Its sub-layers are the teacher's, its norm placement is the arm's.
 
     init_gain: every linear map is drawn from normal(0, init_gain / sqrt(hidden_size)). 1.28 is the gain that the
     study's normal(0, 0.02) has at hidden size 4096; a plain 0.02 at small width would shrink every sub-layer's output.
     """
 
-    placement: str = "pre"
     num_blocks: int = 3
     layers_per_block: int = 3
     init_gain: float = 1.28
     freeze_embedding: bool = True
 
     def __post_init__(self) -> None:
-        if self.placement not in PLACEMENTS:
-            raise unknown("placement", self.placement, PLACEMENTS)
         for name in ("num_blocks", "layers_per_block"):
             if getattr(self, name) < 1:
                 raise UserError(f"student.{name}={getattr(self, name)} must be at least 1")
@@ -186,6 +183,7 @@ class Student(nn.Module):
         self,
         config: StudentConfig,
         arch: Architecture,
+        placement: str,
         *,
         seed: int,
         embedding_VD: Tensor | None = None,
@@ -193,7 +191,9 @@ class Student(nn.Module):
         norm_D: Tensor | None = None,
     ):
         super().__init__()
-        self.config, self.arch, self.seed = config, arch, seed
+        if placement not in PLACEMENTS:
+            raise unknown("placement", placement, PLACEMENTS)
+        self.config, self.arch, self.placement, self.seed = config, arch, placement, seed
         self.embed_tokens = nn.Embedding(arch.vocab_size, arch.hidden_size)
         self.layers = nn.ModuleList()
         self.norm = RMSNorm(arch.hidden_size, arch.rms_norm_eps)
@@ -221,7 +221,7 @@ class Student(nn.Module):
         weight = self.embed_tokens.weight
         while self.active_blocks < active:
             for _ in range(self.config.layers_per_block):
-                layer = DecoderLayer(self.arch, self.config.placement)
+                layer = DecoderLayer(self.arch, self.placement)
                 self._draw(layer, f"layers.{len(self.layers)}.")
                 self.layers.append(layer.to(weight.device, weight.dtype))
 
@@ -259,7 +259,7 @@ class Student(nn.Module):
     def forward(self, ids_N: Tensor, lengths: Sequence[int]) -> Tensor:
         """Hidden states h_ND whose product with ``lm_head.weight`` is the logits."""
         layout = self.layout(lengths)
-        entry = PLACEMENTS[self.config.placement].boundary == "entry"
+        entry = PLACEMENTS[self.placement].boundary == "entry"
         h_ND = self.embed_tokens(ids_N)
         if entry:
             h_ND = self.norm(h_ND)

@@ -26,7 +26,7 @@ from depthgrow.head_loss import ObjectiveConfig, head_loss
 from depthgrow.ledger import Flops, causal_pairs
 from depthgrow.metrics import MetricsLog, read_metrics
 from depthgrow.optim import NamedAdamW, OptimConfig, learning_rate
-from depthgrow.runtime import Stopped, StopSignal, environment, pick_device, torch_dtype
+from depthgrow.runtime import Stop, Stopped, environment, pick_device, torch_dtype
 from depthgrow.student import Student, StudentConfig
 
 
@@ -35,7 +35,8 @@ class TrainConfig:
     """How steps are made and when things are written. Counts are in steps of one phase, documents, or tokens.
 
     micro_tokens: most tokens (padding inside attention included) of one forward pass; dtype: of the matrix products
-    (weights, moments and sums stay float32).
+    (weights, moments and sums stay float32). threads: CPU threads of one phase; jobs: phases run side by side (0: as many
+    as the CPU's cores allow, one on a GPU).
     """
 
     steps_per_phase: int = 50_000
@@ -46,6 +47,8 @@ class TrainConfig:
     log_every: int = 10
     dtype: str = "float32"
     device: str = "auto"
+    threads: int = 1
+    jobs: int = 0
 
     def __post_init__(self) -> None:
         for name in (
@@ -55,6 +58,7 @@ class TrainConfig:
             "eval_every",
             "checkpoint_every",
             "log_every",
+            "threads",
         ):
             if getattr(self, name) < 1:
                 raise UserError(f"train.{name}={getattr(self, name)} must be at least 1")
@@ -81,6 +85,7 @@ class PhaseRun:
     """
 
     label: str
+    placement: str
     student: StudentConfig
     objective: ObjectiveConfig
     optim: OptimConfig
@@ -95,19 +100,28 @@ class PhaseRun:
         return self.phases[-1]
 
 
+@dataclass(frozen=True)
+class Work:
+    """Steps a phase has still to make (``start`` .. ``steps``) and the cost of one, in any one unit."""
+
+    cost: float
+    start: int
+    steps: int
+
+
 class Listener(Protocol):
     """Whoever shows progress. ``values`` are plain floats."""
 
     def note(self, text: str) -> None: ...
 
-    def begin(self, costs: dict[str, float], steps: dict[str, int]) -> None: ...
+    def begin(self, work: dict[str, Work]) -> None: ...
 
     def progress(self, label: str, step: int, num_steps: int, values: dict[str, float]) -> None: ...
 
 
 def build_student(run: PhaseRun, materials: Materials, device: torch.device) -> Student:
     """The student of a phase as it starts from nothing but seed and teacher; a parent's weights are loaded over it."""
-    student = Student(run.student, materials.arch, seed=run.seed, **materials.initial).to(device)
+    student = Student(run.student, materials.arch, run.placement, seed=run.seed, **materials.initial).to(device)
     student.append_blocks(run.phase.active)
     set_trainable(student, run.phase)
     return student
@@ -160,7 +174,7 @@ def run_phase(
     folder: Path,
     parent: Checkpoint | None,
     *,
-    stop: StopSignal,
+    stop: Stop,
     listener: Listener,
 ) -> None:
     """Train one phase in ``folder`` until it is done, going on from the newest checkpoint there.
@@ -170,6 +184,7 @@ def run_phase(
     """
     device = pick_device(run.train.device)
     phase, train = run.phase, run.train
+    torch.set_num_threads(train.threads)
     student = build_student(run, materials, device)
     if parent is not None:
         load_weights(student, parent.weights(), parent.path)

@@ -62,7 +62,7 @@ def paper() -> Study:
     return Study(
         name="paper",
         arms=("pre-joint", "post-joint", "pre-grow", "post-grow", "pre-freeze", "post-freeze"),
-        teacher=TeacherConfig(source="Qwen/Qwen3-8B-Base", dtype="bfloat16"),
+        teacher=TeacherConfig(source="Qwen/Qwen3-8B-Base", dtype="bfloat16", targets="live"),
         data=DataConfig(
             corpora=("hf:HuggingFaceFW/fineweb-edu:sample-10BT",),
             max_tokens=8192,

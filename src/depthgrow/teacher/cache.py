@@ -26,7 +26,7 @@ from depthgrow.data.batches import MicroBatch, group_by_length, pack
 from depthgrow.data.tokens import TokenizedDocuments
 from depthgrow.files import UserError, read_json, require_space, write_json
 from depthgrow.head_loss import TeacherTargets
-from depthgrow.runtime import Stopped, StopSignal
+from depthgrow.runtime import Stop, Stopped
 from depthgrow.teacher.live import LiveTeacher
 
 SAVE_EVERY = 64  # groups of documents between two saves of the checksums while filling
@@ -60,7 +60,7 @@ class TargetCache:
         teacher: LiveTeacher,
         micro_tokens: int,
         device: torch.device,
-        stop: StopSignal,
+        stop: Stop,
         progress: Callable[[int, int], None],
     ) -> None:
         """Run the teacher over the documents that are not there yet; goes on where an earlier call was stopped.

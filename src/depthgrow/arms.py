@@ -1,0 +1,150 @@
+"""What can be done with an arm once it is trained: load it, evaluate it, export it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from depthgrow.checkpoint import latest_checkpoint
+from depthgrow.console import Console
+from depthgrow.evaluate import Evaluation, evaluate
+from depthgrow.export.hf import save_hf
+from depthgrow.files import UserError, read_json, unknown
+from depthgrow.runner import Prepared, prepare
+from depthgrow.runtime import StopSignal, torch_dtype
+from depthgrow.student import Student
+from depthgrow.study import Study, Workspace, load_study, parse_arm
+from depthgrow.teacher.live import LiveTeacher
+from depthgrow.teacher.sources import resolve_teacher
+from depthgrow.trainer import evaluate_student, load_weights
+
+
+def finished_arm(root: Path, arm: str, seed: int | None) -> tuple[Study, str, int]:
+    """The study of a folder, the key of the arm's last node, and its seed (the first there is, unless given).
+
+    Raises:
+        UserError: no such arm or seed in the folder, or it is not finished.
+    """
+    study, arms = load_study(root)
+    if arm not in arms:
+        raise unknown("arm", arm, arms)
+    seeds = arms[arm]
+    chosen = str(seed) if seed is not None else next(iter(seeds))
+    if chosen not in seeds:
+        raise UserError(f"arm {arm} has no seed {chosen} in {root} (it has {', '.join(seeds)})")
+    key = seeds[chosen][-1]
+    if not Workspace(root).is_done(key):
+        raise UserError(f"arm {arm} of {root} is not finished; run the study again, then export or evaluate it")
+    return study, key, int(chosen)
+
+
+def load_student(root: Path, study: Study, arm: str, key: str, seed: int, teacher: LiveTeacher) -> Student:
+    """The arm's final student on the CPU."""
+    folder = Workspace(root).node(key)
+    checkpoint = latest_checkpoint(folder / "checkpoints")
+    if checkpoint is None:
+        raise UserError(f"{folder} has no checkpoint; delete the folder and run the study again")
+    identity = read_json(folder / "config.json")["identity"]
+    if identity["teacher"] != teacher.identity["weights"]:
+        raise UserError(
+            f"{root} was trained with other weights of teacher {study.teacher.source!r} than those found now; "
+            "its frozen embedding would be wrong"
+        )
+    student = Student(study.student, teacher.arch, parse_arm(arm)[0], seed=seed, **teacher.initial)
+    student.append_blocks(identity["phases"][-1]["active"])
+    load_weights(student, checkpoint.weights(), checkpoint.path)
+    return student
+
+
+def export_arm(root: Path, arm: str, to: Path, seed: int | None, dtype: str) -> int:
+    """``depthgrow export``; returns the exit code."""
+    study, key, seed = finished_arm(root, arm, seed)
+    teacher = LiveTeacher.load(resolve_teacher(study.teacher.source), torch.float32, torch.device("cpu"))
+    student = load_student(root, study, arm, key, seed, teacher)
+    done = read_json(Workspace(root).node(key) / "done.json")
+    card = _card(study, arm, key, seed, student, done, to.name, read_json(root / "data.json"))
+    save_hf(student, teacher.tokenizer, to, dtype=torch_dtype(dtype), card=card)
+    trust = "" if student.placement == "pre" else ", trust_remote_code=True"
+    print(f"{to}: load with AutoModelForCausalLM.from_pretrained({str(to)!r}{trust})")
+    return 0
+
+
+def _card(
+    study: Study, arm: str, key: str, seed: int, student: Student, done: dict[str, Any], name: str, data: dict[str, Any]
+) -> str:
+    placement, curriculum = parse_arm(arm)
+    trust = "" if placement == "pre" else ", trust_remote_code=True"
+    corpora = "\n".join(f"- {c['name']}: {c['source']}; licence {c['licence']}" for c in data["corpora"])
+    final = ", ".join(f"{k} {v:.4f}" for k, v in done["final"].items())
+    code = (
+        "It is the teacher family's own class; no custom code is needed."
+        if placement == "pre"
+        else "Its norms sit after the residual sums, which `modeling_depthgrow.py` defines; only transformers is needed."
+    )
+    return f"""---
+library_name: transformers
+pipeline_tag: text-generation
+---
+# {name}
+
+A {len(student.layers)}-layer {placement}-norm student ({sum(p.numel() for p in student.parameters()):,} parameters) of
+`{study.teacher.source}`, trained by depthgrow with curriculum `{curriculum}`. {code}
+
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+model = AutoModelForCausalLM.from_pretrained("{name}"{trust})
+tokenizer = AutoTokenizer.from_pretrained("{name}")
+```
+
+On held-out documents, in nats per token: {final}.
+
+Study `{study.name}`, arm `{arm}`, seed {seed}, node `{key}`. Embedding (frozen copy) and head (trained copy) start from
+the teacher, whose licence applies to them.
+
+Text it was trained on:
+{corpora}
+"""
+
+
+def evaluate_arm(root: Path, arm: str | None, model: str | None, seed: int | None, as_json: bool) -> int:
+    """``depthgrow eval``: an arm's final checkpoint, or any model folder with the study's tokenizer; returns the exit code."""
+    if (arm is None) == (model is None):
+        raise UserError("give an arm of the study or --model FOLDER, one of the two")
+    found = None if arm is None else finished_arm(root, arm, seed)
+    study = load_study(root)[0]
+    with Console() as console:
+        prepared = prepare(study, console)
+        prepared.fill(study, StopSignal(), console)
+    if found is not None and arm is not None:
+        student = load_student(root, study, arm, found[1], found[2], prepared.teacher).to(prepared.device)
+        result = evaluate_student(student, prepared.materials(study, found[2]), study.train, prepared.device)
+    else:
+        assert model is not None
+        result = _evaluate_folder(model, study, prepared)
+    summary = result.summary()
+    if as_json:
+        print(json.dumps(summary | {"documents": len(result.tokens), "tokens": int(result.tokens.sum())}, indent=1))
+    else:
+        print(f"{arm or model} on {len(result.tokens)} held-out documents, {int(result.tokens.sum()):,} target tokens")
+        for name, value in summary.items():
+            print(f"  {name:16} {value:.4f}")
+    return 0
+
+
+def _evaluate_folder(model: str, study: Study, prepared: Prepared) -> Evaluation:
+    other = LiveTeacher.load(model, torch.float32, prepared.device)
+    if other.tokenizer.get_vocab() != prepared.teacher.tokenizer.get_vocab():
+        raise UserError(
+            f"model {model!r} has another tokenizer than the study's teacher: its losses cannot be compared"
+        )
+    return evaluate(
+        lambda batch: other.targets(batch).hidden_ND,
+        other.head_VD,
+        prepared.tokens.held_out,
+        prepared.held_out_targets,
+        micro_tokens=study.train.micro_tokens,
+        device=prepared.device,
+    )

@@ -1,0 +1,312 @@
+"""Running a study: teacher and text made ready, then the tree's missing nodes, side by side where cores allow."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from depthgrow.architecture import Architecture
+from depthgrow.checkpoint import Checkpoint, latest_checkpoint
+from depthgrow.config import to_dict
+from depthgrow.data.batches import Batches, MicroBatch
+from depthgrow.data.tokens import TokenSet, prepare_tokens
+from depthgrow.evaluate import Evaluation, evaluate
+from depthgrow.files import UserError, cache_root, read_json, write_json
+from depthgrow.head_loss import TeacherTargets
+from depthgrow.ledger import Flops
+from depthgrow.runtime import Stop, pick_device, torch_dtype
+from depthgrow.study import Facts, Node, Study, Workspace, plan_tree
+from depthgrow.teacher.cache import TargetCache, open_cache
+from depthgrow.teacher.live import LiveTeacher
+from depthgrow.teacher.sources import resolve_teacher
+from depthgrow.trainer import Listener, Materials, Work, run_phase
+
+
+@dataclass
+class Prepared:
+    """Teacher, text and targets of a study, ready to train on; ``facts`` go into fingerprints."""
+
+    teacher: LiveTeacher
+    tokens: TokenSet
+    shards: list[TargetCache] | None
+    held_out: TargetCache | None
+    facts: Facts
+    device: torch.device
+
+    def fill(self, study: Study, stop: Stop, listener: Listener) -> None:
+        """Let the teacher see every document once, unless the cache has it already or it stays live."""
+        if self.shards is None or self.held_out is None:
+            return
+        names = ["held-out documents", *(f"shard {i}" for i in range(len(self.shards)))]
+        for name, cache in zip(names, [self.held_out, *self.shards], strict=True):
+            if cache.missing:
+                listener.note(f"teacher targets of the {name}: {cache.hidden.nbytes / 2**20:.0f} MiB in {cache.folder}")
+
+                def progress(done: int, total: int, name: str = name) -> None:
+                    listener.progress(f"teacher targets, {name}", done, total, {})
+
+                cache.fill(self.teacher, study.train.micro_tokens, self.device, stop, progress)
+
+    def materials(self, study: Study, seed: int) -> Materials:
+        size, shards = study.shard_documents, self.shards
+
+        def train_targets(batch: MicroBatch) -> TeacherTargets:
+            if shards is None:
+                return self.teacher.targets(batch)
+            return shards[batch.document_ids[0] // size].targets(batch)
+
+        batches = Batches(
+            self.tokens.train,
+            shard_documents=size,
+            batch_documents=study.train.batch_documents,
+            micro_tokens=study.train.micro_tokens,
+            seed=seed,
+        )
+        return Materials(
+            arch=self.teacher.arch,
+            initial=self.teacher.initial,
+            batches=batches,
+            held_out=self.tokens.held_out,
+            train_targets=train_targets,
+            held_out_targets=self.held_out_targets,
+        )
+
+    def held_out_targets(self, batch: MicroBatch) -> TeacherTargets:
+        return self.teacher.targets(batch) if self.held_out is None else self.held_out.targets(batch)
+
+    def evaluate_teacher(self, study: Study) -> Evaluation:
+        """The teacher's own CE on the held-out documents."""
+        return evaluate(
+            lambda batch: self.held_out_targets(batch).hidden_ND,
+            self.teacher.head_VD,
+            self.tokens.held_out,
+            None,
+            micro_tokens=study.train.micro_tokens,
+            device=self.device,
+        )
+
+
+def prepare(study: Study, listener: Listener) -> Prepared:
+    """Load the teacher, tokenize the text, open the caches.
+
+    Raises:
+        UserError: teacher or corpus is missing or does not fit; the message says what to install.
+    """
+    device = pick_device(study.train.device)
+    torch.set_num_threads(study.train.threads)
+    dtype = torch_dtype(study.teacher.dtype)
+    listener.note(f"loading teacher {study.teacher.source}")
+    teacher = LiveTeacher.load(resolve_teacher(study.teacher.source), dtype, device)
+    if study.data.max_tokens > teacher.arch.max_positions + 1:
+        raise UserError(
+            f"data.max_tokens={study.data.max_tokens} exceeds the teacher's {teacher.arch.max_positions} positions; lower it"
+        )
+    listener.note("reading " + ", ".join(study.data.corpora))
+    size, count = study.shard_documents, study.num_shards()
+    tokens = prepare_tokens(study.data, teacher.tokenizer, cache_root(), train_documents=size * count)
+    skipped = tokens.info["skipped_files"]
+    for problem in skipped[:5]:
+        listener.note(f"skipped {problem}")
+    if len(skipped) > 5:
+        listener.note(f"skipped {len(skipped)} files in all, named in data.json")
+    parts = [tokens.train.part(i * size, (i + 1) * size) for i in range(count)]
+    facts = Facts(
+        teacher=teacher.identity["weights"],
+        shards=tuple(part.content_hash for part in parts),
+        held_out=tokens.held_out.content_hash,
+    )
+    if study.teacher.targets == "live":
+        return Prepared(teacher, tokens, None, None, facts, device)
+    root = Path(study.teacher.cache_dir) if study.teacher.cache_dir else cache_root()
+    shards = [open_cache(root, teacher, part, dtype, first=i * size) for i, part in enumerate(parts)]
+    held_out = open_cache(root, teacher, tokens.held_out, dtype)
+    return Prepared(teacher, tokens, shards, held_out, facts, device)
+
+
+def run_study(study: Study, root: Path, *, stop: Stop, listener: Listener) -> None:
+    """Run what is missing of a study's tree in folder ``root``.
+
+    Raises:
+        UserError: a mistake the message explains. Stopped: a signal came; the next call goes on from there.
+    """
+    workspace = Workspace(root)
+    workspace.claim(study)
+    with workspace.locked():
+        prepared = prepare(study, listener)
+        tree = plan_tree(study, prepared.facts)
+        workspace.record(study, tree)
+        write_json(root / "data.json", prepared.tokens.info)
+        prepared.fill(study, stop, listener)
+        _record_teacher(study, prepared, root)
+        missing = [node for node in tree.nodes.values() if not workspace.is_done(node.key)]
+        named = sum(len(node.users) for node in tree.nodes.values())
+        jobs = min(study.train.jobs or _cores(study, prepared.device), len(missing))
+        beside = f", {jobs} side by side" if jobs > 1 else ""
+        listener.note(
+            f"{len(study.arms)} arms, {named} phases, {len(tree.nodes)} of them distinct, {len(missing)} left to run{beside}"
+        )
+        listener.begin({node.run.label: _work(workspace, node, prepared.teacher.arch) for node in missing})
+        if jobs > 1:
+            _run_side_by_side(study, workspace, missing, jobs, stop, listener)
+        else:
+            for node in missing:
+                _run_node(study, workspace, node, prepared, stop, listener)
+
+
+def _cores(study: Study, device: torch.device) -> int:
+    return 1 if device.type == "cuda" else max(1, len(os.sched_getaffinity(0)) // study.train.threads)
+
+
+def _work(workspace: Workspace, node: Node, arch: Architecture) -> Work:
+    """A step's cost in forward passes of one layer: three per layer, and the head's four products."""
+    flops = Flops.of(arch)
+    layers = node.run.phase.active * node.run.student.layers_per_block
+    cost = 3 * layers + 4 * flops.head_per_token / flops.layer_per_token
+    return Work(cost, workspace.start_step(node.key), node.run.phase.steps)
+
+
+def _run_node(
+    study: Study, workspace: Workspace, node: Node, prepared: Prepared, stop: Stop, listener: Listener
+) -> None:
+    folder = workspace.node(node.key)
+    folder.mkdir(parents=True, exist_ok=True)
+    parent = None if node.parent is None else _finished(workspace, node.parent)
+    run_phase(node.run, prepared.materials(study, node.run.seed), folder, parent, stop=stop, listener=listener)
+
+
+def _finished(workspace: Workspace, key: str) -> Checkpoint:
+    folder = workspace.node(key)
+    checkpoint = latest_checkpoint(folder / "checkpoints")
+    steps = read_json(folder / "done.json")["steps"]
+    if checkpoint is None or checkpoint.step != steps:
+        raise UserError(f"{folder} has no checkpoint of its last step {steps}; delete the folder to train it again")
+    return checkpoint
+
+
+class _Relay:
+    """In a worker: sends notes and progress to the process that shows them, and hears from it when to stop."""
+
+    def __init__(self, queue: Any, event: Any):
+        self._queue, self._event, self._parent = queue, event, os.getppid()
+
+    @property
+    def requested(self) -> bool:
+        return self._event.is_set() or os.getppid() != self._parent  # an orphan stops too
+
+    def note(self, text: str) -> None:
+        self._queue.put(("note", (text,)))
+
+    def begin(self, work: dict[str, Work]) -> None:
+        raise AssertionError("only the parent announces work")
+
+    def progress(self, label: str, step: int, num_steps: int, values: dict[str, Any]) -> None:
+        self._queue.put(("progress", (label, step, num_steps, values)))
+
+
+class _Quiet(_Relay):
+    """Drops notes: a worker prepares what its parent has already announced."""
+
+    def note(self, text: str) -> None:
+        pass
+
+
+_worker: dict[str, Any] = {}
+
+
+def _start_worker(study: Study, root: Path, queue: Any, event: Any) -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):  # a terminal signals the whole group; the parent decides
+        signal.signal(number, signal.SIG_IGN)
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    _worker.update(study=study, workspace=Workspace(root), relay=_Relay(queue, event))
+    _worker["prepared"] = prepare(study, _Quiet(queue, event))
+
+
+def _work_on(node: Node) -> str:
+    _run_node(_worker["study"], _worker["workspace"], node, _worker["prepared"], _worker["relay"], _worker["relay"])
+    return node.key
+
+
+def _run_side_by_side(
+    study: Study, workspace: Workspace, missing: list[Node], jobs: int, stop: Stop, listener: Listener
+) -> None:
+    """Keep ``jobs`` processes busy with nodes whose parents are done, those with most work behind them first."""
+    context = multiprocessing.get_context("spawn")
+    queue, event = context.SimpleQueue(), context.Event()
+    waiting = {node.key: node for node in missing}
+    running: dict[Future[str], Node] = {}
+    error: BaseException | None = None
+    initial = (study, workspace.root, queue, event)
+    with (
+        _relaying(queue, listener),
+        ProcessPoolExecutor(jobs, mp_context=context, initializer=_start_worker, initargs=initial) as pool,
+    ):
+        while waiting or running:
+            if stop.requested or error is not None:
+                event.set()
+                waiting.clear()
+            busy = {node.key for node in running.values()}
+            ready = [n for n in waiting.values() if n.parent not in waiting and n.parent not in busy]
+            ready.sort(key=lambda node: -_work_behind(node, waiting))
+            for node in ready[: jobs - len(running)]:
+                running[pool.submit(_work_on, waiting.pop(node.key))] = node
+            finished, _ = wait(running, timeout=0.2, return_when=FIRST_COMPLETED)
+            for future in finished:
+                running.pop(future)
+                error = future.exception() or error
+    if error is not None:
+        raise error
+
+
+def _work_behind(node: Node, waiting: dict[str, Node]) -> int:
+    """Layer-steps on the longest way from this node to a leaf."""
+    own = node.run.phase.steps * node.run.phase.active
+    return own + max((_work_behind(n, waiting) for n in waiting.values() if n.parent == node.key), default=0)
+
+
+@contextmanager
+def _relaying(queue: Any, listener: Listener) -> Iterator[None]:
+    def relay() -> None:
+        while (message := queue.get()) is not None:
+            getattr(listener, message[0])(*message[1])
+
+    thread = threading.Thread(target=relay, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        queue.put(None)
+        thread.join()
+
+
+def _record_teacher(study: Study, prepared: Prepared, root: Path) -> None:
+    path = root / "teacher.json"
+    if path.exists():
+        return
+    teacher = prepared.teacher
+    result = prepared.evaluate_teacher(study)
+    result.save(root / "teacher_eval.npz")
+    provenance = Path(resolve_teacher(study.teacher.source)) / "provenance.json"
+    write_json(
+        path,
+        {
+            "source": study.teacher.source,
+            "weights_hash": teacher.identity["weights"],
+            "architecture": to_dict(teacher.arch),
+            "parameters": sum(p.numel() for p in teacher.model.parameters()),
+            "held_out": result.summary(),
+            "provenance": read_json(provenance) if provenance.exists() else None,
+        },
+    )

