@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
@@ -50,10 +51,15 @@ class LiveTeacher:
             )
         arch = Architecture.from_hf(config, vocab_size=used)
         try:
-            model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, trust_remote_code=False)
-        except (OSError, ValueError, RuntimeError) as error:
+            model, loading = AutoModelForCausalLM.from_pretrained(
+                source, dtype=dtype, trust_remote_code=False, output_loading_info=True
+            )
+        except (OSError, ValueError, RuntimeError, SafetensorError) as error:
             reason = " ".join(str(error).split())[:160]
             raise UserError(f"teacher {str(source)!r}: weights cannot be loaded: {reason}") from None
+        absent = sorted(loading["missing_keys"]) + sorted(map(str, loading["mismatched_keys"]))
+        if absent:
+            raise UserError(f"teacher {str(source)!r}: {len(absent)} tensors are missing or misshapen, first {absent[0]}")
         model.requires_grad_(False).eval().to(device)
         return cls(model, tokenizer, arch, {"config": config.to_diff_dict(), "weights": _weights_hash(model, source)})
 

@@ -1,0 +1,182 @@
+"""The chunked objective against a ten-line float64 reference, and against the faults others shipped."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+
+from depthgrow import head_loss as module
+from depthgrow.files import UserError
+from depthgrow.head_loss import ObjectiveConfig, TeacherTargets, head_loss, token_values
+
+N, D, DT, V = 37, 16, 24, 101
+
+
+def inputs(dtype=torch.float64, seed=0):
+    g = torch.Generator().manual_seed(seed)
+    h = torch.randn(N, D, generator=g, dtype=torch.float64).to(dtype).requires_grad_()
+    w = (0.5 * torch.randn(V, D, generator=g, dtype=torch.float64)).to(dtype).requires_grad_()
+    t = TeacherTargets(
+        torch.randn(N, DT, generator=g, dtype=torch.float64).to(dtype),
+        (0.5 * torch.randn(V, DT, generator=g, dtype=torch.float64)).to(dtype),
+    )
+    labels = torch.randint(0, V, (N,), generator=g)
+    return h, w, labels, t
+
+
+def reference(h, w, labels, t, o, denominator):
+    z, zt = h @ w.T, t.hidden_ND.double() @ t.head_VD.double().T
+    q = (zt / o.tau).softmax(1)
+    kl = (q * (q.log() - (z / o.tau).log_softmax(1))).sum()
+    ce = cross_entropy(z, labels, reduction="sum")
+    return (o.alpha * o.tau**2 * kl + o.gamma * ce) / denominator
+
+
+@pytest.mark.parametrize(("alpha", "gamma", "tau"), list(itertools.product((0.7, 1.0, 0.0), (0.3, 0.9), (1.0, 2.5))))
+def test_value_and_gradient_equal_the_float64_reference(alpha, gamma, tau, monkeypatch):
+    monkeypatch.setattr(module, "chunk_tokens", lambda vocab: 8)  # several chunks and a ragged last one
+    o = ObjectiveConfig(alpha=alpha, gamma=gamma, tau=tau)
+    h, w, labels, t = inputs()
+    expected = torch.autograd.grad(reference(h, w, labels, t, o, 50.0), (h, w))
+    result = head_loss(h, w, labels, t, o, 50.0)
+    torch.testing.assert_close(result.loss, reference(h, w, labels, t, o, 50.0).detach(), rtol=1e-12, atol=1e-12)
+    for ours, theirs in zip(torch.autograd.grad(result.loss * 3, (h, w)), expected, strict=True):
+        torch.testing.assert_close(ours, 3 * theirs, rtol=1e-10, atol=1e-12)
+
+
+def test_gradient_is_the_numeric_derivative():
+    h, w, labels, t = inputs()
+    o = ObjectiveConfig(alpha=0.6, gamma=0.5, tau=1.7)
+    assert torch.autograd.gradcheck(
+        lambda a, b: head_loss(a, b, labels, t, o, float(N)).loss, (h, w), eps=1e-6, atol=1e-7
+    )
+
+
+def test_float32_agrees_with_float64():
+    o = ObjectiveConfig()
+    wide, narrow = inputs(), inputs(torch.float32)
+    for a, b in zip(
+        torch.autograd.grad(head_loss(*wide, o, float(N)).loss, wide[:2]),
+        torch.autograd.grad(head_loss(*narrow, o, float(N)).loss, narrow[:2]),
+        strict=True,
+    ):
+        torch.testing.assert_close(b.double(), a, rtol=1e-5, atol=1e-7)
+
+
+def test_identical_models_have_exactly_zero_kl():
+    h, w, labels, _ = inputs(torch.float32)
+    same = TeacherTargets(h.detach(), w.detach())
+    assert head_loss(h, w, labels, same, ObjectiveConfig(), 1.0).kl_sum.item() == 0.0
+    values = token_values(h, w, labels, same)
+    assert torch.equal(values.kl_N, torch.zeros(N))
+    loss = head_loss(h, w, labels, same, ObjectiveConfig(alpha=1.0, gamma=0.0), 1.0).loss
+    assert all(torch.count_nonzero(g) == 0 for g in torch.autograd.grad(loss, (h, w)))
+
+
+def test_sums_are_the_per_token_values():
+    h, w, labels, t = inputs()
+    values, result = token_values(h, w, labels, t), head_loss(h, w, labels, t, ObjectiveConfig(tau=2.0), 9.0)
+    torch.testing.assert_close(result.ce_sum, values.ce_N.sum())
+    torch.testing.assert_close(result.kl_sum, values.kl_N.sum())
+    torch.testing.assert_close(result.teacher_entropy_sum, values.teacher_entropy_N.sum())
+    zt = t.hidden_ND @ t.head_VD.T
+    torch.testing.assert_close(values.teacher_entropy_N, torch.distributions.Categorical(logits=zt).entropy())
+    assert (values.kl_N > 0).all()
+
+
+@pytest.mark.parametrize("tau", [1.0, 2.0])
+def test_one_hot_teacher_is_finite(tau):
+    h, w, labels, t = inputs(torch.float32)
+    sharp = TeacherTargets(1e4 * t.hidden_ND, t.head_VD)  # every probability but one underflows to zero
+    result = head_loss(h, w, labels, sharp, ObjectiveConfig(tau=tau), float(N))
+    assert torch.isfinite(result.loss)
+    assert all(torch.isfinite(g).all() for g in torch.autograd.grad(result.loss, (h, w)))
+    values = token_values(h, w, labels, sharp)
+    top = (sharp.hidden_ND @ sharp.head_VD.T).argmax(1)
+    torch.testing.assert_close(values.kl_N, cross_entropy(h @ w.T, top, reduction="none"), rtol=1e-4, atol=1e-4)
+    assert values.teacher_entropy_N.abs().max() < 1e-4
+
+
+def test_splitting_the_tokens_changes_nothing():
+    o = ObjectiveConfig()
+    whole, parts = inputs(torch.float32), inputs(torch.float32)
+    head_loss(*whole, o, float(N)).loss.backward()
+    for piece in (slice(0, 11), slice(11, 12), slice(12, N)):  # unequal on purpose: a mean of means would differ
+        h, w, labels, t = parts
+        targets = TeacherTargets(t.hidden_ND[piece], t.head_VD)
+        head_loss(h[piece], w, labels[piece], targets, o, float(N)).loss.backward()
+    torch.testing.assert_close(parts[0].grad, whole[0].grad, rtol=1e-6, atol=1e-8)
+    torch.testing.assert_close(parts[1].grad, whole[1].grad, rtol=1e-6, atol=1e-7)
+
+
+def test_error_of_the_head_gradient_does_not_grow_with_the_number_of_chunks(monkeypatch):
+    wide = inputs()
+    exact = torch.autograd.grad(head_loss(*wide, ObjectiveConfig(), float(N)).loss, wide[1])[0]
+    errors = []
+    for size in (64, 4, 1):
+        monkeypatch.setattr(module, "chunk_tokens", lambda vocab, size=size: size)
+        narrow = inputs(torch.bfloat16)
+        ours = torch.autograd.grad(head_loss(*narrow, ObjectiveConfig(), float(N)).loss, narrow[1])[0]
+        errors.append(((ours.double() - exact).norm() / exact.norm()).item())
+    assert max(errors) < 1.5 * errors[0]
+
+
+def test_labels_are_used_as_given_and_shifting_matters():
+    h, w, labels, t = inputs()
+    shifted = token_values(h, w, labels.roll(1), t).ce_N
+    right = token_values(h, w, labels, t).ce_N
+    torch.testing.assert_close(right, cross_entropy(h @ w.T, labels, reduction="none"))
+    assert (shifted - right).abs().max() > 0.1
+
+
+def test_no_tensor_of_tokens_by_vocabulary_is_made(monkeypatch):
+    """Peak memory stays below one [tokens, vocabulary] float32 tensor."""
+    tokens, vocab, width = 2048, 8192, 8
+    monkeypatch.setattr(module, "CHUNK_BYTES", 2**20)
+    h = torch.randn(tokens, width, requires_grad=True)
+    w = torch.randn(vocab, width, requires_grad=True)
+    t = TeacherTargets(torch.randn(tokens, width), torch.randn(vocab, width))
+    sizes = []
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            if isinstance(out, torch.Tensor):
+                sizes.append(out.numel())
+            return out
+
+    with Watch():
+        head_loss(h, w, torch.zeros(tokens, dtype=torch.long), t, ObjectiveConfig(), 1.0).loss.backward()
+    assert sizes
+    assert max(sizes) <= tokens * vocab / 16
+
+
+def test_without_teacher_it_is_cross_entropy():
+    h, w, labels, _ = inputs()
+    result = head_loss(h, w, labels, None, ObjectiveConfig(alpha=0.0, gamma=1.0), float(N))
+    torch.testing.assert_close(result.loss, cross_entropy(h @ w.T, labels))
+    torch.testing.assert_close(
+        torch.autograd.grad(result.loss, h)[0], torch.autograd.grad(cross_entropy(h @ w.T, labels), h)[0]
+    )
+
+
+def test_frozen_head_gets_no_gradient_and_hidden_states_do():
+    h, w, labels, t = inputs()
+    head_loss(h, w.detach(), labels, t, ObjectiveConfig(), 1.0).loss.backward()
+    assert h.grad is not None
+    assert w.grad is None
+
+
+def test_other_vocabulary_is_refused():
+    h, w, labels, t = inputs()
+    with pytest.raises(UserError, match="not one vocabulary"):
+        head_loss(h, w, labels, TeacherTargets(t.hidden_ND, t.head_VD[:-1]), ObjectiveConfig(), 1.0)
+
+
+@pytest.mark.parametrize("bad", [{"tau": 0.0}, {"alpha": -1.0}, {"alpha": 0.0, "gamma": 0.0}])
+def test_bad_objective_is_refused(bad):
+    with pytest.raises(UserError, match="objective"):
+        ObjectiveConfig(**bad)

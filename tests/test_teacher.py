@@ -1,0 +1,175 @@
+"""Teachers: loading, refusing, and a cache that is exact to the byte."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from conftest import SIZES, StopAt, random_model
+from transformers import AutoModelForCausalLM, GPT2Config, Qwen3Config
+
+from depthgrow.curriculum import DataPosition
+from depthgrow.data.batches import Batches, pack
+from depthgrow.data.tokens import DataConfig, prepare_tokens
+from depthgrow.files import UserError
+from depthgrow.runtime import Stopped
+from depthgrow.teacher.cache import open_cache
+from depthgrow.teacher.live import LiveTeacher
+from depthgrow.teacher.sources import resolve_teacher
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def teacher(shared):
+    return LiveTeacher.load(shared.teacher, torch.float32, CPU)
+
+
+@pytest.fixture
+def tokens(shared):
+    config = DataConfig(corpora=(str(shared.corpus),), held_out_documents=5, max_tokens=64)
+    return prepare_tokens(config, shared.tokenizer, shared.root / "cache" / "depthgrow", train_documents=40)
+
+
+def test_hidden_states_are_final_normed_and_padding_free(teacher, tokens):
+    batch = pack(tokens.train, [3, 0, 8])
+    hidden = teacher.hidden(batch.ids_N, batch.lengths)
+    logits = hidden @ teacher.head_VD.T
+    start = 0
+    for i, n in zip(batch.document_ids, batch.lengths, strict=True):
+        ids = torch.from_numpy(np.array(tokens.train[i][:-1])).long()
+        alone = teacher.model(ids[None]).logits[0, :, : teacher.arch.vocab_size]
+        torch.testing.assert_close(logits[start : start + n], alone, rtol=1e-5, atol=1e-5)
+        start += n
+
+
+def test_rows_no_token_uses_are_dropped_on_both_sides(teacher, shared):
+    assert len(shared.tokenizer) == 300
+    assert teacher.model.config.vocab_size == 304
+    assert teacher.arch.vocab_size == 300
+    assert {v.shape[0] for k, v in teacher.initial.items() if k != "norm_D"} == {300}
+
+
+def test_initial_tensors_are_copies(teacher):
+    first = teacher.initial["head_VD"]
+    first.zero_()
+    assert teacher.head_VD.abs().sum() > 0
+    assert not any(p.requires_grad for p in teacher.model.parameters())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_read_is_what_the_teacher_wrote(shared, tokens, tmp_path, never, dtype):
+    teacher = LiveTeacher.load(shared.teacher, dtype, CPU)
+    cache = open_cache(tmp_path, teacher, tokens.train, dtype)
+    cache.fill(teacher, 100, CPU, never, lambda done, total: None)
+    batches = Batches(tokens.train, shard_documents=40, batch_documents=7, micro_tokens=100, seed=3)
+    again = open_cache(tmp_path, teacher, tokens.train, dtype)
+    assert not again.missing
+    for step in range(12):  # two passes, wrapping mid-batch
+        for micro in batches.global_batch(DataPosition(0, step)):
+            for document, rows in zip(
+                micro.document_ids, again.targets(micro).hidden_ND.split(micro.lengths), strict=True
+            ):
+                assert rows.dtype == dtype
+                alone = cache.targets(pack(tokens.train, [document])).hidden_ND
+                assert torch.equal(rows, alone)
+            live = teacher.targets(micro).hidden_ND
+            torch.testing.assert_close(again.targets(micro).hidden_ND, live, rtol=2e-2 if dtype != torch.float32 else 1e-5, atol=2e-2 if dtype != torch.float32 else 1e-5)
+
+
+def test_filling_stops_and_goes_on(teacher, tokens, tmp_path, never):
+    with pytest.raises(Stopped):
+        open_cache(tmp_path, teacher, tokens.train, torch.float32).fill(
+            teacher, 100, CPU, StopAt(3, 4, 5, 6), lambda done, total: None
+        )
+    half = open_cache(tmp_path, teacher, tokens.train, torch.float32)
+    assert 0 < len(half.missing) < 40
+    reports = []
+    half.fill(teacher, 100, CPU, never, lambda done, total: reports.append((done, total)))
+    assert reports[-1] == (40, 40)
+    fresh = open_cache(tmp_path / "other", teacher, tokens.train, torch.float32)
+    fresh.fill(teacher, 100, CPU, never, lambda done, total: None)
+    np.testing.assert_allclose(half.hidden, fresh.hidden, rtol=1e-5, atol=1e-5)
+
+
+def test_one_flipped_byte_is_named(teacher, tokens, tmp_path, never):
+    cache = open_cache(tmp_path, teacher, tokens.train, torch.float32)
+    cache.fill(teacher, 100, CPU, never, lambda done, total: None)
+    path = cache.folder / "hidden.npy"
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    damaged = open_cache(tmp_path, teacher, tokens.train, torch.float32)
+    with pytest.raises(UserError, match=r"hidden\.npy is damaged at document"):
+        for i in range(40):
+            damaged.targets(pack(tokens.train, [i]))
+    path.write_bytes(data[:-500])
+    with pytest.raises(UserError, match="cannot be read"):
+        open_cache(tmp_path, teacher, tokens.train, torch.float32)
+
+
+def test_other_teacher_other_documents_other_cache(teacher, tokens, shared, tmp_path):
+    one = open_cache(tmp_path, teacher, tokens.train, torch.float32)
+    assert open_cache(tmp_path, teacher, tokens.held_out, torch.float32).folder != one.folder
+    assert open_cache(tmp_path, teacher, tokens.train, torch.bfloat16).folder != one.folder
+    with torch.no_grad():
+        teacher.model.model.norm.weight[0] += 1
+    teacher.model.save_pretrained(tmp_path / "changed")
+    shared.tokenizer.save_pretrained(tmp_path / "changed")
+    changed = LiveTeacher.load(tmp_path / "changed", torch.float32, CPU)
+    assert open_cache(tmp_path, changed, tokens.train, torch.float32).folder != one.folder
+    (one.folder / "info.json").write_text("{}")
+    with pytest.raises(UserError, match="belongs to another"):
+        open_cache(tmp_path, LiveTeacher.load(shared.teacher, torch.float32, CPU), tokens.train, torch.float32)
+
+
+def test_tokenizer_that_does_not_fit_is_refused(shared, tmp_path):
+    random_model(Qwen3Config(**{**SIZES, "vocab_size": 200}, head_dim=16)).save_pretrained(tmp_path)
+    shared.tokenizer.save_pretrained(tmp_path)
+    with pytest.raises(UserError, match="300 tokens but the model only 200 rows"):
+        LiveTeacher.load(tmp_path, torch.float32, CPU)
+
+
+def test_other_family_missing_weights_and_missing_folder(shared, tmp_path):
+    gpt2 = tmp_path / "gpt2"
+    AutoModelForCausalLM.from_config(GPT2Config(vocab_size=300, n_embd=8, n_layer=1, n_head=1)).save_pretrained(gpt2)
+    shared.tokenizer.save_pretrained(gpt2)
+    with pytest.raises(UserError, match="model_type 'gpt2' is not supported"):
+        LiveTeacher.load(gpt2, torch.float32, CPU)
+    bare = tmp_path / "bare"
+    shared.tokenizer.save_pretrained(bare)
+    with pytest.raises(UserError, match="cannot be loaded"):
+        LiveTeacher.load(bare, torch.float32, CPU)
+    with pytest.raises(UserError, match="does not exist"):
+        resolve_teacher("./nowhere")
+    with pytest.raises(UserError, match="did you mean 'laptop'"):
+        resolve_teacher("labtop")
+
+
+def test_damaged_weights_are_one_line(shared, tmp_path):
+    import shutil
+
+    shutil.copytree(shared.teacher, tmp_path / "t")
+    path = tmp_path / "t" / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:100])
+    with pytest.raises(UserError, match="cannot be loaded"):
+        LiveTeacher.load(tmp_path / "t", torch.float32, CPU)
+
+
+def test_smollm2_says_how_to_get_it(shared):
+    with pytest.raises(UserError, match="depthgrow prepare smollm2"):
+        resolve_teacher("smollm2")
+
+
+def test_missing_tensor_is_an_error_not_a_random_layer(shared, tmp_path):
+    import shutil
+
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(shared.teacher, tmp_path / "t")
+    path = tmp_path / "t" / "model.safetensors"
+    tensors = load_file(path)
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, path, metadata={"format": "pt"})
+    with pytest.raises(UserError, match=r"layers\.1\.mlp\.up_proj"):
+        LiveTeacher.load(tmp_path / "t", torch.float32, CPU)
