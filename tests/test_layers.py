@@ -1,0 +1,67 @@
+"""Imports go down only, and reading a report needs no torch."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import depthgrow
+
+ROOT = Path(depthgrow.__file__).parent
+
+# From the ground up; a module may import modules of lower layers, and of its own layer only where listed together
+# under one name (a package).
+LAYERS = [
+    {"files"},
+    {"config", "runtime", "architecture"},
+    {"curriculum", "metrics", "checkpoint", "ledger"},
+    {"data"},
+    {"student", "head_loss", "optim"},
+    {"teacher", "evaluate", "export"},
+    {"trainer", "report"},
+    {"study", "pretrain", "console"},
+    {"runner", "plan", "status", "recipes"},
+    {"arms"},
+    {"cli"},
+    {"__main__"},
+]
+LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
+
+
+def top(path: Path) -> str:
+    return path.relative_to(ROOT).parts[0].removesuffix(".py")
+
+
+def imports(path: Path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("depthgrow"):
+            if node.module == "depthgrow":
+                yield from (alias.name for alias in node.names if not alias.name.startswith("__"))
+            else:
+                yield node.module.split(".")[1]
+
+
+def test_imports_only_point_down():
+    wrong = []
+    for path in ROOT.rglob("*.py"):
+        if path.parent == ROOT and path.name == "__init__.py":
+            continue
+        own = top(path)
+        assert own in LEVEL, f"{path.name} has no layer: add it to this test"
+        for name in imports(path):
+            if name != own and LEVEL[name] >= LEVEL[own]:
+                wrong.append(f"{own} imports {name}")
+    assert not wrong
+
+
+def test_report_does_not_import_torch():
+    code = "import sys, depthgrow.report.write; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_library_stays_readable():
+    sizes = {p: len(p.read_text().splitlines()) for p in ROOT.rglob("*.py")}
+    assert sum(sizes.values()) <= 6000
+    assert max(sizes.values()) <= 500
