@@ -66,7 +66,9 @@ def random_model(config):
     return model
 
 
-WORDS = "the of and a stone river house green old runs under light tree grows deep with every season city king made".split()
+WORDS = (
+    "the of and a stone river house green old runs under light tree grows deep with every season city king made".split()
+)
 
 
 def make_text(rng: random.Random, words: int) -> str:

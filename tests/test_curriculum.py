@@ -25,7 +25,13 @@ def test_data_goes_on_rewinds_or_is_fresh():
         Phase(active=3, steps=1),
     ]
     starts = [data_start(phases, i) for i in range(5)]
-    assert starts == [DataPosition(0, 0), DataPosition(0, 5), DataPosition(0, 0), DataPosition(1, 0), DataPosition(1, 4)]
+    assert starts == [
+        DataPosition(0, 0),
+        DataPosition(0, 5),
+        DataPosition(0, 0),
+        DataPosition(1, 0),
+        DataPosition(1, 4),
+    ]
 
 
 def test_depth_cannot_shrink():

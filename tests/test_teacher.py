@@ -74,7 +74,12 @@ def test_what_is_read_is_what_the_teacher_wrote(shared, tokens, tmp_path, never,
                 alone = cache.targets(pack(tokens.train, [document])).hidden_ND
                 assert torch.equal(rows, alone)
             live = teacher.targets(micro).hidden_ND
-            torch.testing.assert_close(again.targets(micro).hidden_ND, live, rtol=2e-2 if dtype != torch.float32 else 1e-5, atol=2e-2 if dtype != torch.float32 else 1e-5)
+            torch.testing.assert_close(
+                again.targets(micro).hidden_ND,
+                live,
+                rtol=2e-2 if dtype != torch.float32 else 1e-5,
+                atol=2e-2 if dtype != torch.float32 else 1e-5,
+            )
 
 
 def test_filling_stops_and_goes_on(teacher, tokens, tmp_path, never):

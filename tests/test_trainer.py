@@ -202,7 +202,9 @@ def test_interrupted_equals_uninterrupted_bit_for_bit(mini, prepared, tmp_path, 
         assert tensors_equal(first.weights(), second.weights())
         assert tensors_equal(first.optimizer(), second.optimizer())
         assert stable(a) == stable(b)
-        assert {p.name: p.read_bytes() for p in (a / "eval").iterdir()}.keys() == {p.name for p in (b / "eval").iterdir()}
+        assert {p.name: p.read_bytes() for p in (a / "eval").iterdir()}.keys() == {
+            p.name for p in (b / "eval").iterdir()
+        }
 
 
 def run_path_resuming(mini, prepared, arm, root, stop):

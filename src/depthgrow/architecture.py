@@ -126,16 +126,20 @@ class Architecture:
             values["mlp_bias"] = self.mlp_bias
         return FAMILIES[self.family](**values | extra)
 
+    def layer_maps(self) -> int:
+        """Elements of one decoder layer's weight matrices."""
+        q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        return self.hidden_size * (2 * q + 2 * kv) + 3 * self.hidden_size * self.intermediate_size
+
     def layer_parameters(self) -> int:
         """Parameters of one decoder layer, its two norms included."""
         q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        maps = self.hidden_size * (q + 2 * kv) + q * self.hidden_size + 3 * self.hidden_size * self.intermediate_size
         biases = (
             (q + 2 * kv) * self.qkv_bias
             + self.hidden_size * self.o_bias
             + (2 * self.intermediate_size + self.hidden_size) * self.mlp_bias
         )
-        return maps + biases + 2 * self.hidden_size + 2 * self.head_dim * self.qk_norm
+        return self.layer_maps() + biases + 2 * self.hidden_size + 2 * self.head_dim * self.qk_norm
 
     def rope_frequencies(self) -> tuple[torch.Tensor, float]:
         """Angle per position for each pair of a head's elements, [head_dim / 2], and the factor on cos and sin."""

@@ -25,7 +25,8 @@ def duration(seconds: float) -> str:
 class Console:
     """Shows notes and progress; estimates the time left from the work announced by `begin`."""
 
-    def __init__(self, stream: TextIO = sys.stderr, *, interactive: bool | None = None):
+    def __init__(self, stream: TextIO | None = None, *, interactive: bool | None = None):
+        stream = stream or sys.stderr
         self._rich = RichConsole(file=stream, highlight=False, soft_wrap=True)
         self._interactive = self._rich.is_terminal if interactive is None else interactive
         self._stream = stream

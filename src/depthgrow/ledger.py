@@ -17,9 +17,8 @@ class Flops:
 
     @classmethod
     def of(cls, arch: Architecture) -> Flops:
-        maps = arch.layer_parameters() - 2 * arch.hidden_size
         return cls(
-            layer_per_token=2 * maps,
+            layer_per_token=2 * arch.layer_maps(),
             head_per_token=2 * arch.vocab_size * arch.hidden_size,
             attention_per_pair=4 * arch.num_heads * arch.head_dim,
         )

@@ -49,7 +49,13 @@ def smollm2() -> Study:
     return Study(
         name="smollm2",
         teacher=TeacherConfig(source="smollm2"),
-        data=DataConfig(corpora=("wiki",), max_tokens=512, held_out_documents=128, start_token="<|endoftext|>"),
+        data=DataConfig(
+            corpora=("wiki",),
+            max_tokens=512,
+            held_out_documents=128,
+            start_token="<|endoftext|>",
+            end_token="<|endoftext|>",
+        ),
         optim=OptimConfig(peak_lr=7e-4, min_lr=7e-6, warmup_steps=30),
         train=TrainConfig(
             steps_per_phase=400, batch_documents=8, micro_tokens=2048, eval_every=200, checkpoint_every=25, log_every=5

@@ -59,7 +59,9 @@ class LiveTeacher:
             raise UserError(f"teacher {str(source)!r}: weights cannot be loaded: {reason}") from None
         absent = sorted(loading["missing_keys"]) + sorted(map(str, loading["mismatched_keys"]))
         if absent:
-            raise UserError(f"teacher {str(source)!r}: {len(absent)} tensors are missing or misshapen, first {absent[0]}")
+            raise UserError(
+                f"teacher {str(source)!r}: {len(absent)} tensors are missing or misshapen, first {absent[0]}"
+            )
         model.requires_grad_(False).eval().to(device)
         return cls(model, tokenizer, arch, {"config": config.to_diff_dict(), "weights": _weights_hash(model, source)})
 

@@ -1,0 +1,155 @@
+"""Statistics by hand, tables from files, and reports of studies that are not finished or not finite."""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from conftest import Silent, StopAt
+
+from depthgrow.files import UserError
+from depthgrow.report.statistics import Estimate, paired_bootstrap
+from depthgrow.report.write import write_report
+from depthgrow.runner import run_study
+
+
+def run(study, root):
+    run_study(study, root, stop=StopAt(), listener=Silent())
+
+
+def test_bootstrap_value_is_the_ratio_of_sums():
+    tokens = np.array([1, 3, 6])
+    sums = {"a": np.array([2.0, 3.0, 5.0]), "b": np.array([1.0, 1.0, 2.0])}
+    assert paired_bootstrap(tokens, sums, {"a": 1.0}).value == pytest.approx(1.0)
+    assert paired_bootstrap(tokens, sums, {"a": 1.0, "b": -1.0}).value == pytest.approx(0.6)
+
+
+def test_bootstrap_interval_of_equal_documents_is_the_normal_one():
+    rng = np.random.default_rng(1)
+    tokens = np.full(400, 10)
+    losses = 10 * rng.normal(3.0, 0.5, 400)
+    estimate = paired_bootstrap(tokens, {"a": losses}, {"a": 1.0})
+    half = 1.96 * (losses / 10).std(ddof=1) / 20
+    assert estimate.half_width == pytest.approx(half, rel=0.05)
+
+
+def test_pairing_removes_what_documents_have_in_common():
+    rng = np.random.default_rng(2)
+    tokens = rng.integers(50, 300, 200)
+    hard = rng.normal(3.0, 1.0, 200)
+    a, b = tokens * hard, tokens * (hard - 0.05 + rng.normal(0, 0.01, 200))
+    estimate = paired_bootstrap(tokens, {"a": a, "b": b}, {"b": 1.0, "a": -1.0})
+    assert estimate.value == pytest.approx(-0.05, abs=0.005)
+    assert estimate.half_width < 0.005
+    assert paired_bootstrap(tokens, {"a": a}, {"a": 1.0}).half_width > 0.05
+
+
+def test_coverage_of_the_interval_on_synthetic_data():
+    rng = np.random.default_rng(3)
+    covered = 0
+    for _ in range(300):
+        tokens = rng.integers(20, 200, 150)
+        losses = tokens * rng.normal(-0.03, 0.2, 150)
+        estimate = paired_bootstrap(tokens, {"d": losses}, {"d": 1.0}, draws=600)
+        covered += estimate.low <= -0.03 <= estimate.high
+    assert 0.90 <= covered / 300 <= 0.985
+
+
+def test_a_missing_loss_makes_the_comparison_invalid_not_smaller():
+    with pytest.raises(ValueError, match="invalid comparison"):
+        paired_bootstrap(np.array([1, 1]), {"a": np.array([1.0, np.nan])}, {"a": 1.0})
+
+
+def test_zero_is_excluded_only_when_it_is():
+    assert Estimate(-1.0, -2.0, -0.1).excludes_zero
+    assert not Estimate(-1.0, -2.0, 0.1).excludes_zero
+
+
+def test_whole_report(mini, tmp_path):
+    study = replace(mini, arms=(*mini.arms, "pre-freeze", "post-freeze"))
+    run(study, tmp_path)
+    written = write_report(tmp_path)
+    folder = tmp_path / "report"
+    summary = json.loads((folder / "report.json").read_text())
+    assert summary["sentence"] == written.sentence
+    # numbers are those of the evaluation files
+    record = json.loads((tmp_path / "study.json").read_text())["arms"]
+
+    def final_ce(arm):
+        key = record[arm]["42"][-1]
+        with np.load(tmp_path / "nodes" / key / "eval" / "step-00000006.npz") as arrays:
+            return arrays["ce"].sum() / arrays["tokens"].sum()
+
+    ce = {arm: final_ce(arm) for arm in study.arms}
+    for arm in study.arms:
+        assert summary["arms"][arm]["ce"]["value"] == pytest.approx(ce[arm], rel=1e-9)
+    grow, joint = ce["post-grow"] - ce["pre-grow"], ce["post-joint"] - ce["pre-joint"]
+    assert summary["deltas"]["grow"]["estimate"]["value"] == pytest.approx(grow, rel=1e-6)
+    assert summary["interaction"]["estimate"]["value"] == pytest.approx(grow - joint, rel=1e-6)
+    assert [r["layers"] for r in summary["ce_per_phase"]] == [1, 2, 3]
+    assert summary["validation_curves"]["pre-grow"]["transitions"] == [6, 12]
+    assert summary["validation_curves"]["pre-grow"]["steps"] == [3, 6, 9, 12, 15, 18]
+    assert not summary["missing"]
+    # tables and figures exist in every form, and the page needs nothing from outside
+    with (folder / "tables" / "two_by_two.csv").open() as stream:
+        rows = list(csv.reader(stream))
+    assert rows[1][0] == "pre"
+    assert f"{ce['pre-joint']:.4f}" in rows[1][1]
+    assert rows[1][2] == "2.7603"
+    page = (folder / "report.html").read_text()
+    for name in ("interaction", "ce_per_phase", "validation_curves"):
+        assert (folder / "figures" / f"{name}.png").stat().st_size > 5000
+        assert (folder / "figures" / f"{name}.svg").exists()
+        assert f'id="{name}"' in page
+    assert not re.search(r"(src|href)=\"(https?:)?//", page)
+    assert "<script" not in page
+    text = (folder / "report.md").read_text()
+    assert "-0.0332" in text
+    assert "local files" in text
+    # written again from the same files, every byte is the same
+    first = {p.name: p.read_bytes() for p in folder.rglob("*") if p.suffix in (".html", ".md", ".json", ".csv", ".svg")}
+    write_report(tmp_path)
+    assert first == {p.name: p.read_bytes() for p in folder.rglob("*") if p.name in first}
+
+
+def test_partial_study_says_what_is_missing(mini, tmp_path):
+    from depthgrow.runtime import Stopped
+
+    with pytest.raises(Stopped):
+        run_study(replace(mini, arms=("pre-joint", "pre-grow")), tmp_path, stop=StopAt(19, 20), listener=Silent())
+    written = write_report(tmp_path)
+    assert "Nothing to compare yet" in written.sentence
+    page = written.html.read_text()
+    assert "Not finished yet" in page
+    assert "pre-grow seed 42: 0 of 3 phases done" in page or "pre-grow seed 42: 1 of 3 phases done" in page
+
+
+def test_a_nan_cell_makes_its_comparisons_invalid_in_words(mini, tmp_path):
+    run(mini, tmp_path)
+    key = json.loads((tmp_path / "study.json").read_text())["arms"]["post-grow"]["42"][-1]
+    path = tmp_path / "nodes" / key / "eval" / "step-00000006.npz"
+    arrays = dict(np.load(path))
+    arrays["ce"][2] = np.nan
+    np.savez(path, **arrays)
+    written = write_report(tmp_path)
+    assert "under grow the comparison is invalid" in written.sentence.lower()
+    assert "under joint" in written.sentence
+    summary = json.loads((tmp_path / "report" / "report.json").read_text())
+    assert summary["deltas"]["grow"]["valid"] is False
+    assert summary["interaction"]["valid"] is False
+
+
+def test_empty_folder_and_damaged_files(mini, tmp_path):
+    with pytest.raises(UserError, match="holds no study"):
+        write_report(tmp_path)
+    run(replace(mini, arms=("pre-single", "post-single")), tmp_path)
+    next((tmp_path / "nodes").glob("*/eval/step-00000006.npz")).write_bytes(b"torn")
+    with pytest.raises(UserError, match="cannot be read"):
+        write_report(tmp_path)
+    (tmp_path / "study.json").write_text("{")
+    with pytest.raises(UserError, match="is damaged"):
+        write_report(tmp_path)
