@@ -339,3 +339,9 @@ def test_objective_of_logged_loss(mini, prepared, tmp_path):
     for record in stable(folder):
         if record["kind"] == "train":
             assert record["loss"] == pytest.approx(0.5 * record["kl"] + 0.25 * record["ce"], rel=1e-6)
+
+
+def test_moments_start_anew_at_every_transition(mini, prepared, tmp_path):
+    for folder in run_path(mini, prepared, "pre-grow", tmp_path):
+        state = latest_checkpoint(folder / "checkpoints").optimizer()
+        assert {float(v) for k, v in state.items() if k.startswith("step.")} == {6.0}

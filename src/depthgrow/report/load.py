@@ -54,6 +54,12 @@ class Run:
         return len(self.phases) == self.planned
 
 
+def _arm_order(arm: str) -> tuple[int, str, int]:
+    placement, _, curriculum = arm.partition("-")
+    known = ("joint", "grow", "freeze", "single")
+    return (known.index(curriculum) if curriculum in known else len(known), curriculum, placement != "pre")
+
+
 @dataclass(frozen=True)
 class StudyFiles:
     """Everything the report reads."""
@@ -70,7 +76,8 @@ class StudyFiles:
 
     @property
     def arms(self) -> list[str]:
-        return list(dict.fromkeys(arm for arm, _ in self.runs))
+        """Arms by curriculum, pre before post."""
+        return sorted({arm for arm, _ in self.runs}, key=_arm_order)
 
     def complete_seeds(self, *arms: str) -> list[int]:
         """Seeds at which every one of ``arms`` is finished."""
