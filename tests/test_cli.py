@@ -156,7 +156,7 @@ def test_no_disk_is_exit_code_2_and_nothing_is_lost(recipe, tmp_path, capsys, mo
 
     out = tmp_path / "study"
     arguments = ["train", str(recipe), "--arm", "pre-single", "--out", str(out), "--train.jobs", "1"]
-    full = namedtuple("usage", "total used free")(10, 10, 0)  # noqa: PYI024
+    full = namedtuple("usage", "total used free")(10, 10, 0)
     real = shutil.disk_usage
     monkeypatch.setattr(shutil, "disk_usage", lambda path: full if "checkpoints" in str(path) else real(path))
     assert main(arguments) == 2

@@ -13,7 +13,6 @@ def test_named_curricula():
     assert [p.trainable for p in freeze(3, 5)] == ["newest"] * 3
     assert canonical(freeze(3, 5))[0] == canonical(grow(3, 5))[0] == canonical(single(3, 5))[0]
     assert canonical(freeze(3, 5))[1] != canonical(grow(3, 5))[1]
-    assert all(sum(p.steps for p in make(3, 5)) in (5, 15) for make in CURRICULA.values())
 
 
 def test_data_goes_on_rewinds_or_is_fresh():
@@ -32,6 +31,34 @@ def test_data_goes_on_rewinds_or_is_fresh():
         DataPosition(1, 0),
         DataPosition(1, 4),
     ]
+
+
+def test_controls_differ_from_grow_or_joint_in_one_thing():
+    """Each control by its phases: what it varies, and the budget that it matches."""
+
+    def phases(name):
+        return canonical(CURRICULA[name](3, 5))
+
+    def tokens(name):
+        return sum(p.steps for p in phases(name))
+
+    def active(name):
+        return sum(p.steps * p.active for p in phases(name))
+
+    assert phases("joint-long")[0] == phases("joint-replay")[0] == phases("joint")[0]  # they continue joint
+    assert active("joint-long") == active("grow") == 30
+    assert tokens("joint-longer") == tokens("joint-replay") == tokens("grow") == 15
+    assert active("grow") / active("joint-longer") == 18 / 27
+    assert data_start(phases("joint-longer"), 2) == DataPosition(2, 0)
+    assert data_start(phases("joint-replay"), 2) == DataPosition(0, 10)
+    assert data_start(phases("grow-fresh"), 2) == DataPosition(2, 0)
+    assert data_start(phases("grow-rewind"), 2) == DataPosition(0, 0)
+    assert all(not p.reset_optimizer and p.restart_lr for p in phases("joint-long")[1:])
+    for name, field in (("grow-keep", "reset_optimizer"), ("grow-one-lr", "restart_lr"), ("grow-fresh", "data")):
+        for ours, base in zip(phases(name)[1:], phases("grow")[1:], strict=True):
+            assert {k for k in vars(ours) if vars(ours)[k] != vars(base)[k]} == {field}
+    assert [p.active for p in phases("jump")] == [1, 3]
+    assert phases("jump")[0] == phases("grow")[0]
 
 
 def test_depth_cannot_shrink():

@@ -8,10 +8,10 @@ import sys
 
 import pytest
 import torch
-from conftest import HF_CONFIGS, random_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from conftest import HF_CONFIGS, random_model
 from depthgrow.architecture import Architecture
 from depthgrow.export.hf import hf_state, save_hf
 from depthgrow.files import UserError
@@ -34,7 +34,8 @@ with torch.no_grad():
     key = "cache" if hasattr(first, "cache") else "past_key_values"
     second = model(ids[:, 5:], **{key: getattr(first, key)})
 steps = torch.cat([first.logits, second.logits], 1)
-save_file({"logits": logits.float(), "cached": cached, "plain": plain, "steps": steps.contiguous()}, folder + "/../out.safetensors")
+result = {"logits": logits.float(), "cached": cached, "plain": plain, "steps": steps.contiguous()}
+save_file(result, folder + "/../out.safetensors")
 """
 
 

@@ -9,8 +9,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from conftest import Silent, StopAt
 
+from conftest import Silent, StopAt
 from depthgrow.files import UserError
 from depthgrow.report.statistics import Estimate, paired_bootstrap
 from depthgrow.report.write import write_report

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from conftest import HF_CONFIGS, SIZES, random_model
 from transformers import LlamaConfig, Qwen2Config, Qwen3Config
 
+from conftest import HF_CONFIGS, SIZES, random_model
 from depthgrow.architecture import Architecture
 from depthgrow.files import UserError
 from depthgrow.student import PLACEMENTS, Student, StudentConfig

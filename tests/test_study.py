@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from conftest import Silent, StopAt
 
+from conftest import Silent, StopAt
 from depthgrow.checkpoint import latest_checkpoint, tensors_equal
 from depthgrow.config import fields_of, from_dict, override, parse_assignments, to_dict
 from depthgrow.files import UserError

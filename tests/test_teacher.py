@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from conftest import SIZES, StopAt, random_model
 from transformers import AutoModelForCausalLM, GPT2Config, Qwen3Config
 
+from conftest import SIZES, StopAt, random_model
 from depthgrow.curriculum import DataPosition
 from depthgrow.data.batches import Batches, pack
 from depthgrow.data.tokens import DataConfig, prepare_tokens
@@ -106,8 +106,7 @@ def test_one_flipped_byte_is_named(teacher, tokens, tmp_path, never):
     path.write_bytes(data)
     damaged = open_cache(tmp_path, teacher, tokens.train, torch.float32)
     with pytest.raises(UserError, match=r"hidden\.npy is damaged at document"):
-        for i in range(40):
-            damaged.targets(pack(tokens.train, [i]))
+        damaged.targets(pack(tokens.train, list(range(40))))
     path.write_bytes(data[:-500])
     with pytest.raises(UserError, match="cannot be read"):
         open_cache(tmp_path, teacher, tokens.train, torch.float32)

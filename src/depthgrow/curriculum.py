@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from depthgrow.files import UserError
 
@@ -58,11 +58,59 @@ def single(num_blocks: int, steps: int) -> list[Phase]:
     return [Phase(active=1, steps=steps)]
 
 
+def joint_long(num_blocks: int, steps: int) -> list[Phase]:
+    """Joint for twice as long on fresh data, the schedule restarting where grow's does: grow's active-layer tokens."""
+    return [Phase(active=num_blocks, steps=steps, data="fresh", reset_optimizer=False) for _ in range(2)]
+
+
+def joint_longer(num_blocks: int, steps: int) -> list[Phase]:
+    """The same for as many phases as grow has: grow's total tokens."""
+    return [Phase(active=num_blocks, steps=steps, data="fresh", reset_optimizer=False) for _ in range(num_blocks)]
+
+
+def joint_replay(num_blocks: int, steps: int) -> list[Phase]:
+    """Joint over the shard as often as grow passes it: grow's total and unique tokens."""
+    return [Phase(active=num_blocks, steps=steps, reset_optimizer=False) for _ in range(num_blocks)]
+
+
+def grow_rewind(num_blocks: int, steps: int) -> list[Phase]:
+    """Grow with the data going back to the shard's start at every transition."""
+    return [replace(phase, data="rewind") for phase in grow(num_blocks, steps)]
+
+
+def grow_fresh(num_blocks: int, steps: int) -> list[Phase]:
+    """Grow on new documents in every phase."""
+    return [replace(phase, data="fresh") for phase in grow(num_blocks, steps)]
+
+
+def grow_keep(num_blocks: int, steps: int) -> list[Phase]:
+    """Grow without dropping the moments of what was trained before."""
+    return [replace(phase, reset_optimizer=False) for phase in grow(num_blocks, steps)]
+
+
+def grow_one_lr(num_blocks: int, steps: int) -> list[Phase]:
+    """Grow under one learning-rate schedule over all phases."""
+    return [replace(phase, restart_lr=False) for phase in grow(num_blocks, steps)]
+
+
+def jump(num_blocks: int, steps: int) -> list[Phase]:
+    """One block, then all of them at once."""
+    return [Phase(active=1, steps=steps), Phase(active=num_blocks, steps=steps)]
+
+
 CURRICULA: dict[str, Callable[[int, int], list[Phase]]] = {
     "joint": joint,
     "grow": grow,
     "freeze": freeze,
     "single": single,
+    "joint-long": joint_long,
+    "joint-longer": joint_longer,
+    "joint-replay": joint_replay,
+    "grow-rewind": grow_rewind,
+    "grow-fresh": grow_fresh,
+    "grow-keep": grow_keep,
+    "grow-one-lr": grow_one_lr,
+    "jump": jump,
 }
 
 

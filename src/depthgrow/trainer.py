@@ -303,6 +303,7 @@ def run_phase(
             "parameters": parameter_counts(student),
         },
     )
+    listener.note(f"{run.label} done: held-out ce {last['ce']:.4f} after {counted['seconds']:.0f} s")
 
 
 def consumed_documents(phases: Sequence[Phase], batches: Batches) -> set[int]:

@@ -51,9 +51,10 @@ class LiveTeacher:
             )
         arch = Architecture.from_hf(config, vocab_size=used)
         try:
-            model, loading = AutoModelForCausalLM.from_pretrained(
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
                 source, dtype=dtype, trust_remote_code=False, output_loading_info=True
             )
+            model, loading = loaded
         except (OSError, ValueError, RuntimeError, SafetensorError) as error:
             reason = " ".join(str(error).split())[:160]
             raise UserError(f"teacher {str(source)!r}: weights cannot be loaded: {reason}") from None
