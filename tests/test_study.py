@@ -17,7 +17,7 @@ from depthgrow.recipes import RECIPES, load_recipe
 from depthgrow.runner import run_study
 from depthgrow.runtime import Stopped
 from depthgrow.status import study_status
-from depthgrow.study import Facts, Study, parse_arm, plan_tree
+from depthgrow.study import Arm, Facts, Study, parse_arm, plan_tree
 
 FACTS = Facts("teacher", ("shard",), "held")
 
@@ -183,7 +183,10 @@ def test_ledger_counts_match_the_closed_form(mini, tmp_path):
 
 
 def test_parse_arm():
-    assert parse_arm("post-grow") == ("post", "grow")
+    assert parse_arm("post-grow") == Arm("post", "grow", None)
+    assert parse_arm("pre-grow-fresh+forward-norm") == Arm("pre", "grow-fresh", "forward-norm")
+    with pytest.raises(UserError, match="did you mean 'forward-norm'"):
+        parse_arm("pre-grow+forwardnorm")
     with pytest.raises(UserError, match="did you mean 'post-grow'"):
         parse_arm("post-gorw")
 

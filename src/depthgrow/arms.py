@@ -53,7 +53,9 @@ def load_student(root: Path, study: Study, arm: str, key: str, seed: int, teache
             f"{root} was trained with other weights of teacher {study.teacher.source!r} than those found now; "
             "its frozen embedding would be wrong"
         )
-    student = Student(study.student, teacher.arch, parse_arm(arm)[0], seed=seed, **teacher.initial)
+    named = parse_arm(arm)
+    placed = (named.placement, named.intervention)
+    student = Student(study.student, teacher.arch, *placed, seed=seed, **teacher.initial)
     student.append_blocks(identity["phases"][-1]["active"])
     load_weights(student, checkpoint.weights(), checkpoint.path)
     return student
@@ -75,7 +77,7 @@ def export_arm(root: Path, arm: str, to: Path, seed: int | None, dtype: str) -> 
 def _card(
     study: Study, arm: str, key: str, seed: int, student: Student, done: dict[str, Any], name: str, data: dict[str, Any]
 ) -> str:
-    placement, curriculum = parse_arm(arm)
+    placement, curriculum = parse_arm(arm).placement, parse_arm(arm).curriculum
     trust = "" if placement == "pre" else ", trust_remote_code=True"
     corpora = "\n".join(f"- {c['name']}: {c['source']}; licence {c['licence']}" for c in data["corpora"])
     final = ", ".join(f"{k} {v:.4f}" for k, v in done["final"].items())

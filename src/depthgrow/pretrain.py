@@ -112,6 +112,7 @@ def pretrain(config: Pretrain, out: Path, *, stop: StopSignal, listener: Listene
     run = PhaseRun(
         label=config.name,
         placement="pre",
+        intervention=None,
         student=StudentConfig(
             num_blocks=1,
             layers_per_block=config.arch.num_layers,

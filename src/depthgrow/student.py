@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from depthgrow.architecture import Architecture
 from depthgrow.files import UserError, unknown
+from depthgrow.interventions import INTERVENTIONS
 from depthgrow.runtime import keyed_generator
 
 
@@ -24,6 +25,7 @@ from depthgrow.runtime import keyed_generator
 class StudentConfig:
     """Depth and initialisation of a student. Its sub-layers are the teacher's, its norm placement is the arm's.
 
+    boundary_scale: c of the interventions that set a scale (see `depthgrow.interventions`).
     init_gain: every linear map is drawn from normal(0, init_gain / sqrt(hidden_size)). 1.28 is the gain that the
     study's normal(0, 0.02) has at hidden size 4096; a plain 0.02 at small width would shrink every sub-layer's output.
     """
@@ -32,6 +34,7 @@ class StudentConfig:
     layers_per_block: int = 3
     init_gain: float = 1.28
     freeze_embedding: bool = True
+    boundary_scale: float = 1.0
 
     def __post_init__(self) -> None:
         for name in ("num_blocks", "layers_per_block"):
@@ -55,6 +58,7 @@ class Layout:
             )
         device = cos_Td.device
         position_N = torch.cat([torch.arange(n) for n in lengths]).to(device)
+        self.first_N = position_N == 0
         self.dense = all(n == self.longest for n in lengths)
         starts = torch.arange(self.num_docs).repeat_interleave(torch.tensor(lengths)).to(device) * self.longest
         self.slot_N = starts + position_N
@@ -176,7 +180,9 @@ class Student(nn.Module):
     arm, whenever it is appended.
 
     Args:
+        intervention: what is done to the stream entering every block but the first; None for nothing.
         embedding_VD, head_VD, norm_D: the teacher's tensors to start from; None draws them (training from scratch).
+        special_ids: tokens that, with each document's first, count as structural.
     """
 
     def __init__(
@@ -184,16 +190,27 @@ class Student(nn.Module):
         config: StudentConfig,
         arch: Architecture,
         placement: str,
+        intervention: str | None = None,
         *,
         seed: int,
         embedding_VD: Tensor | None = None,
         head_VD: Tensor | None = None,
         norm_D: Tensor | None = None,
+        special_ids: Sequence[int] = (),
     ):
         super().__init__()
         if placement not in PLACEMENTS:
             raise unknown("placement", placement, PLACEMENTS)
-        self.config, self.arch, self.placement, self.seed = config, arch, placement, seed
+        if intervention is not None and intervention not in INTERVENTIONS:
+            raise unknown("intervention", intervention, INTERVENTIONS)
+        self.config, self.arch, self.placement, self.intervention, self.seed = (
+            config,
+            arch,
+            placement,
+            intervention,
+            seed,
+        )
+        self.special_ids = torch.tensor(list(special_ids), dtype=torch.long)
         self.embed_tokens = nn.Embedding(arch.vocab_size, arch.hidden_size)
         self.layers = nn.ModuleList()
         self.norm = RMSNorm(arch.hidden_size, arch.rms_norm_eps)
@@ -263,6 +280,11 @@ class Student(nn.Module):
         h_ND = self.embed_tokens(ids_N)
         if entry:
             h_ND = self.norm(h_ND)
-        for layer in self.layers:
+        structural_N = layout.first_N
+        if self.intervention is not None:
+            structural_N = structural_N | torch.isin(ids_N, self.special_ids.to(ids_N.device))
+        for index, layer in enumerate(self.layers):
+            if self.intervention is not None and index and index % self.config.layers_per_block == 0:
+                h_ND = INTERVENTIONS[self.intervention](h_ND, structural_N, self.config.boundary_scale)
             h_ND = layer(h_ND, layout)
         return h_ND if entry else self.norm(h_ND)

@@ -19,6 +19,7 @@ from depthgrow.curriculum import CURRICULA, Phase, canonical, data_start, schedu
 from depthgrow.data.tokens import DataConfig
 from depthgrow.files import UserError, read_json, unknown, write_json
 from depthgrow.head_loss import ObjectiveConfig
+from depthgrow.interventions import INTERVENTIONS
 from depthgrow.optim import OptimConfig
 from depthgrow.runtime import torch_dtype
 from depthgrow.student import PLACEMENTS, StudentConfig
@@ -44,7 +45,11 @@ class TeacherConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Study:
-    """A complete study. Arms are named placement-curriculum; seeds are seed, seed+1, .., paired across arms."""
+    """A complete study.
+
+    arms: named placement-curriculum or placement-curriculum+intervention; seeds: how many, from ``seed`` on, paired across
+    arms in initialisation and data order.
+    """
 
     name: str
     arms: tuple[str, ...] = ("pre-joint", "post-joint", "pre-grow", "post-grow")
@@ -71,8 +76,8 @@ class Study:
         return self.data.shard_documents or self.train.batch_documents * self.train.steps_per_phase
 
     def phases(self, arm: str) -> list[Phase]:
-        _, curriculum = parse_arm(arm)
-        return canonical(CURRICULA[curriculum](self.student.num_blocks, self.train.steps_per_phase))
+        curriculum = CURRICULA[parse_arm(arm).curriculum]
+        return canonical(curriculum(self.student.num_blocks, self.train.steps_per_phase))
 
     def num_shards(self) -> int:
         """Shards that the arms read: 1, and one more for each phase on fresh data."""
@@ -80,16 +85,28 @@ class Study:
         return 1 + max(data_start(p, len(p) - 1).shard for p in phases)
 
 
-def parse_arm(name: str) -> tuple[str, str]:
-    """'post-grow' -> ('post', 'grow').
+@dataclass(frozen=True)
+class Arm:
+    """The three choices an arm is named by."""
+
+    placement: str
+    curriculum: str
+    intervention: str | None
+
+
+def parse_arm(name: str) -> Arm:
+    """'post-grow' -> Arm('post', 'grow', None); 'pre-grow+forward-norm' -> Arm('pre', 'grow', 'forward-norm').
 
     Raises:
         UserError: no such arm; the nearest name is suggested.
     """
-    placement, _, curriculum = name.partition("-")
+    base, plus, intervention = name.partition("+")
+    placement, _, curriculum = base.partition("-")
     if placement not in PLACEMENTS or curriculum not in CURRICULA:
-        raise unknown("arm", name, [f"{p}-{c}" for p in PLACEMENTS for c in CURRICULA])
-    return placement, curriculum
+        raise unknown("arm", base, [f"{p}-{c}" for p in PLACEMENTS for c in CURRICULA])
+    if plus and intervention not in INTERVENTIONS:
+        raise unknown("intervention", intervention, INTERVENTIONS)
+    return Arm(placement, curriculum, intervention or None)
 
 
 @dataclass(frozen=True)
@@ -136,14 +153,17 @@ def plan_tree(study: Study, facts: Facts) -> Tree:
 
 
 def _phase_run(study: Study, facts: Facts, arm: str, seed: int, phases: list[Phase], index: int) -> PhaseRun:
-    placement, _ = parse_arm(arm)
+    named = parse_arm(arm)
+    # with one block there is no boundary to intervene at: the phase is the plain arm's
+    intervention = named.intervention if phases[index].active > 1 else None
     prefix = phases[: index + 1]
     shards = facts.shards[: data_start(phases, index).shard + 1]
     schedule = schedule_position(phases, index)
     train = study.train
     identity = {
         "format": 1,
-        "placement": placement,
+        "placement": named.placement,
+        "intervention": intervention,
         "student": {k: v for k, v in to_dict(study.student).items() if k != "num_blocks"},
         "teacher": facts.teacher,
         "data": {"shards": list(shards), "shard_documents": study.shard_documents, "held_out": facts.held_out},
@@ -164,7 +184,8 @@ def _phase_run(study: Study, facts: Facts, arm: str, seed: int, phases: list[Pha
     label = f"{arm} phase {index + 1}/{len(phases)}" + (f" seed {seed}" if study.seeds > 1 else "")
     return PhaseRun(
         label=label,
-        placement=placement,
+        placement=named.placement,
+        intervention=intervention,
         student=study.student,
         objective=study.objective,
         optim=study.optim,

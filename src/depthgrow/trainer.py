@@ -70,7 +70,7 @@ class Materials:
     """What every phase of a study shares: shapes, the teacher's tensors, documents, teacher targets."""
 
     arch: Architecture
-    initial: dict[str, Tensor | None]  # embedding_VD, head_VD, norm_D
+    initial: dict[str, Any]  # the teacher's part of a Student: embedding_VD, head_VD, norm_D, special_ids
     batches: Batches
     held_out: TokenizedDocuments
     train_targets: Targets | None
@@ -86,6 +86,7 @@ class PhaseRun:
 
     label: str
     placement: str
+    intervention: str | None
     student: StudentConfig
     objective: ObjectiveConfig
     optim: OptimConfig
@@ -121,7 +122,8 @@ class Listener(Protocol):
 
 def build_student(run: PhaseRun, materials: Materials, device: torch.device) -> Student:
     """The student of a phase as it starts from nothing but seed and teacher; a parent's weights are loaded over it."""
-    student = Student(run.student, materials.arch, run.placement, seed=run.seed, **materials.initial).to(device)
+    placed = (run.placement, run.intervention)
+    student = Student(run.student, materials.arch, *placed, seed=run.seed, **materials.initial).to(device)
     student.append_blocks(run.phase.active)
     set_trainable(student, run.phase)
     return student

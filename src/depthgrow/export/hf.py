@@ -41,12 +41,16 @@ def save_hf(student: Student, tokenizer: Any, folder: Path, *, dtype: torch.dtyp
     """Write ``folder``: config.json, model.safetensors, tokenizer files, and a model card and modelling file if needed.
 
     Raises:
-        UserError: the folder exists and is not empty, or the placement has no Hugging Face form.
+        UserError: the folder exists and is not empty, or the student has no Hugging Face form.
     """
     if folder.exists() and any(folder.iterdir()):
         raise UserError(f"{folder} exists and is not empty; choose another folder or delete it")
     if student.placement not in ("pre", "post"):
         raise UserError(f"placement {student.placement!r} cannot be exported yet, only pre and post")
+    if student.intervention is not None and student.active_blocks > 1:
+        raise UserError(
+            f"a student with intervention {student.intervention!r} cannot be exported: no model class has it"
+        )
     arch = student.arch
     ids = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
     config = arch.to_hf(len(student.layers), pad_token_id=tokenizer.pad_token_id, dtype=dtype, **ids)

@@ -71,13 +71,14 @@ class LiveTeacher:
         return self.model.get_output_embeddings().weight[: self.arch.vocab_size]
 
     @property
-    def initial(self) -> dict[str, Tensor | None]:
-        """The tensors a student starts from; copies, so that training the head leaves a tied embedding alone."""
+    def initial(self) -> dict[str, Any]:
+        """What a student takes over; the tensors are copies, so that training the head leaves a tied embedding alone."""
         embedding_VD = self.model.get_input_embeddings().weight[: self.arch.vocab_size]
         return {
             "embedding_VD": embedding_VD.clone(),
             "head_VD": self.head_VD.clone(),
             "norm_D": self.model.model.norm.weight.clone(),
+            "special_ids": sorted(i for i in self.tokenizer.all_special_ids if i < self.arch.vocab_size),
         }
 
     @torch.no_grad()
