@@ -20,7 +20,7 @@ LAYERS = [
     {"data"},
     {"head_loss", "optim", "interventions"},
     {"student"},
-    {"teacher", "evaluate", "export"},
+    {"teacher", "evaluate", "export", "diagnostics"},
     {"trainer", "report"},
     {"study", "pretrain", "console"},
     {"runner", "plan", "status", "recipes"},

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -20,6 +20,7 @@ from depthgrow.checkpoint import Checkpoint, latest_checkpoint, save_checkpoint
 from depthgrow.curriculum import DataPosition, Phase, data_start
 from depthgrow.data.batches import Batches, MicroBatch
 from depthgrow.data.tokens import TokenizedDocuments
+from depthgrow.diagnostics import diagnose
 from depthgrow.evaluate import Evaluation, Targets, evaluate
 from depthgrow.files import UserError, write_json
 from depthgrow.head_loss import ObjectiveConfig, head_loss
@@ -292,6 +293,14 @@ def run_phase(
         if stop.requested and done < phase.steps:
             raise Stopped(run.label)
 
+    findings = diagnose(
+        student,
+        hidden_states(student, train, device),
+        materials.held_out,
+        micro_tokens=train.micro_tokens,
+        device=device,
+    )
+    write_json(folder / "diagnostics.json", findings)
     consumed = consumed_documents(run.phases, materials.batches)
     targets_of = materials.batches.documents.num_targets
     last = [record for record in read_metrics(log.path) if record["kind"] == "eval"][-1]
@@ -331,15 +340,20 @@ def parameter_counts(student: Student) -> dict[str, int]:
     return parts | {"total": total, "trainable": total - frozen}
 
 
-def evaluate_student(student: Student, materials: Materials, train: TrainConfig, device: torch.device) -> Evaluation:
-    """Held-out evaluation of a student as training computes it (same dtype, no gradient)."""
+def hidden_states(student: Student, train: TrainConfig, device: torch.device) -> Callable[[MicroBatch], Tensor]:
+    """Final hidden states of a micro-batch as training computes them (same dtype), for evaluation and diagnostics."""
 
     def hidden(batch: MicroBatch) -> Tensor:
         with compute_dtype(train, device):
             return narrow(student(batch.ids_N, batch.lengths), train)
 
+    return hidden
+
+
+def evaluate_student(student: Student, materials: Materials, train: TrainConfig, device: torch.device) -> Evaluation:
+    """Held-out evaluation of a student."""
     return evaluate(
-        hidden,
+        hidden_states(student, train, device),
         student.lm_head.weight,
         materials.held_out,
         materials.held_out_targets,

@@ -93,9 +93,45 @@ def validation_curves(summary: dict[str, Any]) -> Figure | None:
     return figure
 
 
+def block_removal(summary: dict[str, Any]) -> Figure | None:
+    """What each block is worth: CE lost without it (left) and how far it turns the stream (right), ours and the paper's."""
+    arms = [a for a in ("pre-joint", "post-joint", "pre-grow", "post-grow") if a in summary["diagnostics"]]
+    if not arms:
+        return None
+    matplotlib.rcParams.update({"svg.hashsalt": "depthgrow", "svg.fonttype": "path", "font.size": 10})
+    figure = Figure(figsize=(8.4, 3.8), layout="constrained")
+    for column, (name, title) in enumerate(
+        (("removal", "removal ΔCE, nats per token"), ("angle", "angle, share of π"))
+    ):
+        axes = figure.add_subplot(1, 2, column + 1)
+        axes.grid(alpha=0.25, axis="y")
+        axes.spines[["top", "right"]].set_visible(False)
+        for index, arm in enumerate(arms):
+            blocks = summary["diagnostics"][arm][-1]["blocks"]
+            places = [row["block"] + (index - (len(arms) - 1) / 2) * 0.2 for row in blocks]
+            placement, _, curriculum = arm.partition("-")
+            axes.bar(
+                places,
+                [row[name] for row in blocks],
+                width=0.18,
+                color=COLOURS[placement],
+                alpha=1.0 if curriculum == "grow" else 0.45,
+                label=arm,
+            )
+            stated = [values[column] for values in summary["paper"]["blocks"][arm][: len(blocks)]]
+            axes.plot(places[: len(stated)], stated, "_", color="black", markersize=9, markeredgewidth=1.6)
+        axes.set_xticks([row["block"] for row in summary["diagnostics"][arms[0]][-1]["blocks"]])
+        axes.set_xlabel("block (black mark: the paper)")
+        axes.set_ylabel(title)
+        if not column:
+            axes.legend(frameon=False)
+    return figure
+
+
 FIGURES = {
     "interaction": (interaction, "Interaction of placement and curriculum"),
     "ce_per_phase": (ce_per_phase, "CE after each growth phase"),
+    "block_removal": (block_removal, "What each block is worth"),
     "validation_curves": (validation_curves, "Held-out CE while training"),
 }
 

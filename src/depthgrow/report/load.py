@@ -23,6 +23,7 @@ class Phase:
     done: dict[str, Any]
     metrics: list[dict[str, Any]]
     environment: dict[str, Any]
+    diagnostics: dict[str, Any]
     folder: Path
 
     def documents(self) -> dict[str, NDArray[Any]]:
@@ -125,5 +126,6 @@ def _load_phase(folder: Path) -> Phase | None:
         done=done,
         metrics=read_metrics(folder / "metrics.jsonl"),
         environment=read_json(folder / "environment.json"),
+        diagnostics=read_json(folder / "diagnostics.json"),
         folder=folder,
     )

@@ -17,4 +17,12 @@ CE = {
 
 DELTA = {"joint": 0.0004, "grow": -0.0328, "freeze": -0.0332}  # CE(post) - CE(pre)
 INTERACTION = -0.0332  # DELTA[grow] - DELTA[joint]
+# (removal in nats, angle as a share of pi) of each block at the end
+BLOCKS = {
+    "pre-grow": [(8.13, 0.499), (2.36, 0.310), (0.02, 0.031)],
+    "post-grow": [(8.32, 0.483), (3.74, 0.365), (2.38, 0.342)],
+    "pre-joint": [(8.05, 0.485), (1.47, 0.245), (2.34, 0.360)],
+    "post-joint": [(0.55, 0.395), (0.99, 0.166), (4.00, 0.437)],
+}
+
 SINGLE_DELTA = 0.0044  # after grow's first phase

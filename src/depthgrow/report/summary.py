@@ -32,6 +32,7 @@ def summarise(study: StudyFiles) -> dict[str, Any]:
         "interaction": _interaction(study),
         "ce_per_phase": _ce_per_phase(study),
         "validation_curves": {arm: _curve(study.runs[arm, study.seeds[0]]) for arm in study.arms},
+        "diagnostics": {arm: _diagnostics(study.runs[arm, study.complete_seeds(arm)[0]]) for arm in arms},
         "ledger": [_ledger(study, arm) for arm in arms],
         "teacher": study.teacher,
         "data": {k: study.data.get(k) for k in ("corpora", "train", "held_out", "train_text_sha256", "skipped_files")},
@@ -46,7 +47,13 @@ def summarise(study: StudyFiles) -> dict[str, Any]:
             for (arm, seed), run in study.runs.items()
             if not run.complete
         ],
-        "paper": {"source": paper.SOURCE, "ce": paper.CE, "delta": paper.DELTA, "interaction": paper.INTERACTION},
+        "paper": {
+            "source": paper.SOURCE,
+            "ce": paper.CE,
+            "delta": paper.DELTA,
+            "interaction": paper.INTERACTION,
+            "blocks": paper.BLOCKS,
+        },
     } | {"sentence": sentence(study, deltas)}
 
 
@@ -133,6 +140,21 @@ def _curve(run: Run) -> dict[str, list[Any]]:
             ce.append(record["ce"])
         offset += phase.steps
     return {"steps": steps, "ce": ce, "transitions": transitions}
+
+
+def _diagnostics(run: Run) -> list[dict[str, Any]]:
+    """Of each phase: its blocks' removal, angle and relative update, and the scale of the stream they send on."""
+    phases = []
+    for number, phase in enumerate(run.phases, 1):
+        blocks = []
+        for row in phase.diagnostics["blocks"]:
+            scale = {
+                kind: {name: values.get(name) for name in ("count", "mean", "std", "kurtosis", "max")}
+                for kind, values in row["rms"].items()
+            }
+            blocks.append({k: row[k] for k in ("block", "removal", "angle", "relative_update")} | {"rms": scale})
+        phases.append({"phase": number, "tokens": phase.diagnostics["tokens"], "blocks": blocks})
+    return phases
 
 
 def _ledger(study: StudyFiles, arm: str) -> dict[str, Any]:

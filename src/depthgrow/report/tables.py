@@ -158,6 +158,69 @@ def ledger(summary: dict[str, Any]) -> Table:
     )
 
 
+def block_removal(summary: dict[str, Any]) -> Table:
+    rows = []
+    for arm, phases in summary["diagnostics"].items():
+        reference = summary["paper"]["blocks"].get(arm, [])
+        for row in phases[-1]["blocks"]:
+            stated = reference[row["block"]] if row["block"] < len(reference) else (None, None)
+            rows.append(
+                [
+                    arm,
+                    str(row["block"]),
+                    _number(row["removal"], ".3f"),
+                    _number(stated[0], ".2f"),
+                    _number(row["angle"], ".3f"),
+                    _number(stated[1], ".3f"),
+                    _number(row["relative_update"], ".3f"),
+                ]
+            )
+    return Table(
+        "block_removal",
+        "What each block is worth",
+        ["arm", "block", "removal ΔCE", "paper", "angle / π", "paper", "relative update"],
+        rows,
+        "At the end of each arm, on a fixed batch of held-out documents (first seed). removal ΔCE: nats per token lost when "
+        "the block is bypassed. angle: mean over tokens of arccos(cos(h_in, h_out)) / π. relative update: mean of "
+        "‖h_out − h_in‖ / ‖h_in‖. A block near 0 in all three does next to nothing.",
+    )
+
+
+def boundary_scale(summary: dict[str, Any]) -> Table:
+    rows = []
+    for arm, phases in summary["diagnostics"].items():
+        for phase in phases:
+            for row in phase["blocks"]:
+                scale = row["rms"]
+                rows.append(
+                    [
+                        arm,
+                        str(phase["phase"]),
+                        str(row["block"]),
+                        *(_number(scale["all"][name], ".3f") for name in ("mean", "std")),
+                        _number(scale["all"]["kurtosis"], ".1f"),
+                        _number(scale["structural"].get("mean"), ".3f"),
+                        _number(scale["regular"].get("mean"), ".3f"),
+                    ]
+                )
+    return Table(
+        "boundary_scale",
+        "Scale of the stream leaving each block",
+        ["arm", "phase", "block", "mean RMS", "std", "kurtosis", "structural", "regular"],
+        rows,
+        "Root mean square of the residual stream per token, at the end of each phase (first seed). kurtosis: fourth "
+        "standardised moment, 3 for a normal. structural: mean over special tokens and each document's first token; regular: "
+        "over the others. In the paper, after block 0, std goes 5.81 → 19.98 under pre and stays at 0.07–0.19 under post.",
+    )
+
+
 def build_tables(summary: dict[str, Any]) -> list[Table]:
-    tables = [two_by_two(summary), ce_per_phase(summary), quantities(summary), ledger(summary)]
+    tables = [
+        two_by_two(summary),
+        ce_per_phase(summary),
+        quantities(summary),
+        block_removal(summary),
+        boundary_scale(summary),
+        ledger(summary),
+    ]
     return [table for table in tables if table.rows]

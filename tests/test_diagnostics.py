@@ -1,0 +1,146 @@
+"""Diagnostics against hand-computed values; the model is left as it was."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from conftest import HF_CONFIGS
+from depthgrow.architecture import Architecture
+from depthgrow.data.tokens import TokenizedDocuments
+from depthgrow.diagnostics import angular_distance, describe, diagnose, fixed_batch
+from depthgrow.student import PLACEMENTS, Student, StudentConfig
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def documents():
+    rng = np.random.default_rng(0)
+    return TokenizedDocuments.from_lists([rng.integers(1, 300, n).tolist() for n in (9, 30, 17, 4, 22)])
+
+
+def make(placement):
+    student = Student(
+        StudentConfig(layers_per_block=2), Architecture.from_hf(HF_CONFIGS["qwen3"]), placement, seed=0, special_ids=[7]
+    )
+    student.append_blocks(3)
+    return student
+
+
+def run(student, documents, micro=64):
+    return diagnose(student, lambda b: student(b.ids_N, b.lengths), documents, micro_tokens=micro, device=CPU)
+
+
+def test_angles_by_hand():
+    a = torch.tensor([[1.0, 0.0], [1.0, 0.0], [1.0, 1.0], [3.0, 4.0]])
+    b = torch.tensor([[0.0, 2.0], [-1.0, 0.0], [0.0, 5.0], [3.0, 4.0]])
+    assert angular_distance(a, b).tolist() == pytest.approx([0.5, 1.0, 0.25, 0.0], abs=1e-12)
+
+
+def test_identity_has_angle_exactly_zero_never_nan():
+    x = torch.randn(5000, 64, generator=torch.Generator().manual_seed(0))
+    naive = torch.arccos(torch.nn.functional.cosine_similarity(x, x)) / math.pi
+    assert (naive.isnan() | (naive > 0)).any()  # what this must not be
+    assert torch.equal(angular_distance(x, x), torch.zeros(5000, dtype=torch.float64))
+
+
+def test_describe_by_hand():
+    found = describe(np.array([1.0, 1.0, 1.0, 5.0]))
+    assert (found["count"], found["mean"], found["max"]) == (4, 2.0, 5.0)
+    assert found["std"] == pytest.approx(math.sqrt(3))
+    assert found["kurtosis"] == pytest.approx((3 * 1 + 81) / 4 / 9)
+    assert sum(found["histogram"]["counts"]) == 4
+    rng = np.random.default_rng(0)
+    assert describe(np.abs(10 + rng.normal(size=200_000)))["kurtosis"] == pytest.approx(3.0, abs=0.1)
+    assert describe(np.array([]))["count"] == 0
+    assert describe(np.full(3, 2.0))["kurtosis"] == 0.0
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_removal_scale_and_update_equal_a_model_built_without_the_block(documents, placement):
+    """The reference walks the layers by hand, one document at a time, and leaves the block out for real."""
+    student = make(placement)
+    found = run(student, documents)
+
+    @torch.no_grad()
+    def walk(without=None):
+        losses, streams = [], {b: [] for b in range(3)}
+        for i in range(len(documents)):
+            ids = torch.from_numpy(documents[i].copy()).long()
+            layout = student.layout([len(ids) - 1])
+            h = student.embed_tokens(ids[:-1])
+            if placement == "post":
+                h = student.norm(h)
+            for b in range(3):
+                before = h
+                if b != without:
+                    for layer in student.layers[2 * b : 2 * b + 2]:
+                        h = layer(h, layout)
+                streams[b].append((before, h))
+            if placement == "pre":
+                h = student.norm(h)
+            losses.append(torch.nn.functional.cross_entropy(h @ student.lm_head.weight.T, ids[1:], reduction="none"))
+        return torch.cat(losses).double().mean().item(), streams
+
+    full, streams = walk()
+    assert found["ce"] == pytest.approx(full, abs=1e-5)
+    first = torch.cat([torch.arange(len(documents[i]) - 1) == 0 for i in range(5)])
+    first |= torch.cat([torch.from_numpy(documents[i][:-1].copy()) == 7 for i in range(5)])
+    for b, row in enumerate(found["blocks"]):
+        assert row["removal"] == pytest.approx(walk(without=b)[0] - full, abs=1e-5)
+        h_in, h_out = (torch.cat([pair[k] for pair in streams[b]]).double() for k in (0, 1))
+        update = ((h_out - h_in).norm(dim=1) / h_in.norm(dim=1)).mean().item()
+        assert row["relative_update"] == pytest.approx(update, rel=1e-5)
+        cos = torch.nn.functional.cosine_similarity(h_in, h_out, dim=1)
+        assert row["angle"] == pytest.approx((torch.arccos(cos.clamp(-1, 1)) / math.pi).mean().item(), rel=1e-5)
+        scale = h_out.square().mean(1).sqrt()
+        assert row["rms"]["all"]["mean"] == pytest.approx(scale.mean().item(), rel=1e-5)
+        assert row["rms"]["structural"]["mean"] == pytest.approx(scale[first].mean().item(), rel=1e-5)
+        assert row["rms"]["regular"]["mean"] == pytest.approx(scale[~first].mean().item(), rel=1e-5)
+        assert row["rms"]["structural"]["count"] == int(first.sum())
+
+
+def test_padding_and_grouping_change_nothing(documents):
+    student = make("pre")
+    one, each = run(student, documents, 10_000), run(student, documents, 1)
+    for a, b in zip(one["blocks"], each["blocks"], strict=True):
+        assert a["angle"] == pytest.approx(b["angle"], rel=1e-5)
+        assert a["removal"] == pytest.approx(b["removal"], abs=1e-5)
+        assert a["rms"]["all"]["std"] == pytest.approx(b["rms"]["all"]["std"], rel=1e-4)
+
+
+def test_the_model_is_left_as_it_was(documents):
+    student = make("post")
+    student.train()
+    ids = torch.arange(9)
+    with torch.no_grad():
+        before = student(ids, [9])
+    state, flags = torch.get_rng_state(), [p.requires_grad for p in student.parameters()]
+    run(student, documents)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert [p.requires_grad for p in student.parameters()] == flags
+    assert all(p.grad is None for p in student.parameters())
+    assert student.training
+    assert not any(layer._forward_hooks for layer in student.layers)
+    with torch.no_grad():
+        assert torch.equal(student(ids, [9]), before)
+
+
+def test_a_block_that_does_nothing_is_seen_to_do_nothing(documents):
+    student = make("pre")
+    with torch.no_grad():
+        for layer in student.layers[2:4]:
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
+    row = run(student, documents)["blocks"][1]
+    assert (row["removal"], row["angle"], row["relative_update"]) == (0.0, 0.0, 0.0)
+
+
+def test_fixed_batch_is_the_start_of_the_documents(documents):
+    assert fixed_batch(documents, 8) == [0]
+    assert fixed_batch(documents, 9) == [0, 1]
+    assert fixed_batch(documents, 10_000) == [0, 1, 2, 3, 4]
