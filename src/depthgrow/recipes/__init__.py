@@ -23,7 +23,9 @@ def debug() -> Study:
         name="debug",
         student=StudentConfig(layers_per_block=1),
         teacher=TeacherConfig(source="laptop"),
-        data=DataConfig(corpora=("docstrings:stdlib",), max_tokens=128, held_out_documents=24),
+        data=DataConfig(
+            corpora=("docstrings:stdlib",), max_tokens=128, held_out_documents=24, start_token="<|endoftext|>"
+        ),
         optim=OptimConfig(peak_lr=2e-3, min_lr=2e-5, warmup_steps=4),
         train=TrainConfig(
             steps_per_phase=24, batch_documents=4, micro_tokens=1024, eval_every=12, checkpoint_every=12, log_every=4
@@ -36,10 +38,10 @@ def laptop() -> Study:
     return Study(
         name="laptop",
         teacher=TeacherConfig(source="laptop"),
-        data=DataConfig(corpora=("wiki",), max_tokens=512, held_out_documents=256),
-        optim=OptimConfig(peak_lr=1e-3, min_lr=1e-5, warmup_steps=50),
+        data=DataConfig(corpora=("wiki",), max_tokens=512, held_out_documents=256, start_token="<|endoftext|>"),
+        optim=OptimConfig(peak_lr=1e-3, min_lr=1e-5, warmup_steps=100),
         train=TrainConfig(
-            steps_per_phase=300, batch_documents=8, micro_tokens=2048, eval_every=100, checkpoint_every=50, log_every=10
+            steps_per_phase=400, batch_documents=8, micro_tokens=2048, eval_every=100, checkpoint_every=50, log_every=10
         ),
     )
 
