@@ -34,6 +34,7 @@ class Console:
         self._last_line: dict[str, float] = {}
         self._work: dict[str, Work] = {}
         self._steps: dict[str, int] = {}
+        self._reported: set[str] = set()
         self._bars_of: dict[str, TaskID] = {}
         self._bars = Progress(
             TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[facts]}"), console=self._rich
@@ -57,7 +58,7 @@ class Console:
     def begin(self, work: dict[str, Work]) -> None:
         """Announce the phases to come."""
         self._work, self._steps = dict(work), {label: w.start for label, w in work.items()}
-        self._started = 0.0
+        self._started, self._reported = 0.0, set()
 
     def progress(self, label: str, step: int, num_steps: int, values: dict[str, Any]) -> None:
         facts = [f"{step}/{num_steps}"]
@@ -80,9 +81,12 @@ class Console:
         """Seconds, from the work done since `begin`; None until there is some."""
         if label not in self._work:
             return None
-        if not self._started:  # the first report ends the warm-up: imports, the first batch
-            self._started = time.monotonic()
-            self._work[label] = replace(self._work[label], start=step)
+        if label not in self._reported:
+            self._reported.add(label)
+            self._started = self._started or time.monotonic()
+            if all(self._steps[name] < w.steps for name, w in self._work.items()):
+                # none has finished: this one began before the clock did, and so did its steps up to here
+                self._work[label] = replace(self._work[label], start=step)
         self._steps[label] = step
         done = sum(w.cost * (self._steps[name] - w.start) for name, w in self._work.items())
         left = sum(w.cost * (w.steps - self._steps[name]) for name, w in self._work.items())

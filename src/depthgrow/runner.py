@@ -55,7 +55,8 @@ class Prepared:
                 def progress(done: int, total: int, name: str = name) -> None:
                     listener.progress(f"teacher targets, {name}", done, total, {})
 
-                cache.fill(self.teacher, study.train.micro_tokens, self.device, stop, progress)
+                workers = _cores(study, self.device)
+                cache.fill(self.teacher, study.train.micro_tokens, self.device, stop, progress, workers=workers)
 
     def materials(self, study: Study, seed: int) -> Materials:
         size, shards = study.shard_documents, self.shards

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ from depthgrow.head_loss import TeacherTargets
 from depthgrow.runtime import Stop, Stopped
 from depthgrow.teacher.live import LiveTeacher
 
-SAVE_EVERY = 64  # groups of documents between two saves of the checksums while filling
+SAVE_EVERY = 32  # rounds of the workers between two saves of the checksums while filling
 
 
 def _crc(rows_ND: NDArray[Any]) -> int:
@@ -62,29 +63,46 @@ class TargetCache:
         device: torch.device,
         stop: Stop,
         progress: Callable[[int, int], None],
+        *,
+        workers: int = 1,
     ) -> None:
         """Run the teacher over the documents that are not there yet; goes on where an earlier call was stopped.
+
+        Args:
+            workers: threads that each run a group of documents; the rows do not depend on how many.
 
         Raises:
             Stopped: a signal came; what was computed is kept.
         """
-        done = len(self.checksums) - len(self.missing)
-        for number, group in enumerate(group_by_length(self.documents, self.missing, micro_tokens), 1):
+
+        def compute(group: list[int]) -> tuple[list[int], NDArray[Any]]:
             batch = pack(self.documents, group).to(device)
-            rows_ND = _to_numpy(teacher.hidden(batch.ids_N, batch.lengths))
-            place = 0
-            for index, length in zip(group, batch.lengths, strict=True):
-                rows = rows_ND[place : place + length]
-                self.hidden[self.starts[index] : self.starts[index + 1]] = rows
-                self.checksums[index] = _crc(rows)
-                place += length
-            done += len(group)
-            progress(done, len(self.checksums))
-            if number % SAVE_EVERY == 0 or stop.requested:
-                self._save()
-            if stop.requested:
-                raise Stopped("teacher targets")
+            return group, _to_numpy(teacher.hidden(batch.ids_N, batch.lengths))
+
+        groups = list(group_by_length(self.documents, self.missing, micro_tokens))
+        done = len(self.checksums) - len(self.missing)
+        threads = torch.get_num_threads()
+        with ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(threads,)) as pool:
+            for first in range(0, len(groups), 2 * workers):
+                for group, rows_ND in pool.map(compute, groups[first : first + 2 * workers]):
+                    self._write(group, rows_ND)
+                    done += len(group)
+                    progress(done, len(self.checksums))
+                stopping = stop.requested
+                if stopping or first // (2 * workers) % SAVE_EVERY == SAVE_EVERY - 1:
+                    self._save()
+                if stopping:
+                    raise Stopped("teacher targets")
         self._save()
+
+    def _write(self, group: list[int], rows_ND: NDArray[Any]) -> None:
+        place = 0
+        for index in group:
+            length = int(self.starts[index + 1] - self.starts[index])
+            rows = rows_ND[place : place + length]
+            self.hidden[self.starts[index] : self.starts[index + 1]] = rows
+            self.checksums[index] = _crc(rows)
+            place += length
 
     def _save(self) -> None:
         self.hidden.flush()
