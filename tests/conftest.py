@@ -157,3 +157,8 @@ def silent():
 @pytest.fixture
 def never():
     return StopAt()
+
+
+def tensors_equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    """Same names, same bits."""
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from depthgrow.checkpoint import latest_checkpoint, tensors_equal
+from conftest import tensors_equal
+from depthgrow.checkpoint import latest_checkpoint
 from depthgrow.cli import main
 
 REPOSITORY = Path(__file__).parent.parent
@@ -126,6 +127,7 @@ def test_signal_saves_everything_and_the_next_call_goes_on(recipe, tmp_path, num
         (["pretrain", "laptop"], "did you mean 'laptop-teacher'"),
         (["study", "laptop", "--train.device", "tpu"], "device 'tpu'"),
         (["study", "laptop", "--data.corpora", "/no/such.txt"], "no such file"),
+        (["study", "laptop", "--out", "/etc/hostname"], "/etc/hostname"),
     ],
 )
 def test_mistakes_are_one_line_and_exit_code_2(arguments, message, capsys, tmp_path, monkeypatch):

@@ -46,6 +46,9 @@ def test_controls_differ_from_grow_or_joint_in_one_thing():
         return sum(p.steps * p.active for p in phases(name))
 
     assert phases("joint-long")[0] == phases("joint-replay")[0] == phases("joint")[0]  # they continue joint
+    for blocks in (1, 2, 3, 4, 5):
+        spent = [sum(p.steps * p.active for p in CURRICULA[c](blocks, 6)) for c in ("joint-long", "grow")]
+        assert spent[0] == spent[1]
     assert active("joint-long") == active("grow") == 30
     assert tokens("joint-longer") == tokens("joint-replay") == tokens("grow") == 15
     assert active("grow") / active("joint-longer") == 18 / 27

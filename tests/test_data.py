@@ -58,6 +58,7 @@ def test_docstrings_are_read_without_importing():
         ("/no/such/file.txt", "no such file"),
         ("docstrings:nosuchpackage", "install it first"),
         ("hf:", "needs a name"),
+        ("hf:a:b:c:d", "write hf:NAME"),
     ],
 )
 def test_missing_corpus_says_what_to_do(spec, message):
@@ -84,10 +85,16 @@ def test_local_folder_of_all_formats_names_and_counts_bad_files(tmp_path):
     (tmp_path / "empty.txt").write_text("  \n")
     (tmp_path / "latin.txt").write_bytes(b"\xff\xfe bad")
     (tmp_path / "other.jsonl").write_text('{"body": "no text"}\n')
+    (tmp_path / "surrogate.jsonl").write_text('{"text": "half \\ud83d"}\n')
     (tmp_path / "ignored.pdf").write_bytes(b"x")
     corpus = open_corpus(str(tmp_path))
     assert list(corpus.documents()) == ["one text file", "first", "second", "third", "fourth"]
-    assert sorted(Path(p.split(" (")[0]).name for p in corpus.problems) == ["empty.txt", "latin.txt", "other.jsonl"]
+    assert sorted(Path(p.split(" (")[0]).name for p in corpus.problems) == [
+        "empty.txt",
+        "latin.txt",
+        "other.jsonl",
+        "surrogate.jsonl",
+    ]
     assert any("line 1 has no text field" in p for p in corpus.problems)
 
 
@@ -102,7 +109,7 @@ def test_hub_dataset_without_text_or_missing_is_one_line(tmp_path):
     (tmp_path / "train.jsonl").write_text('{"body": "x"}\n')
     with pytest.raises(UserError, match="no column 'text'"):
         list(open_corpus(f"hf:{tmp_path}").documents())
-    with pytest.raises(UserError, match="cannot be opened"):
+    with pytest.raises(UserError, match="cannot be read"):
         list(open_corpus(f"hf:{tmp_path}/nowhere").documents())
 
 
@@ -117,8 +124,8 @@ def test_tokens_hold_every_document_once_and_held_out_apart(shared, tmp_path):
         ids = tokens.train[i]
         assert len(ids) <= 40
         assert ids[-1] == end
-        assert not is_held_out(shared.tokenizer.decode(ids[:-1])) or len(ids) == 40
-    texts = [shared.tokenizer.decode(tokens.held_out[i][:-1]) for i in range(10)]
+        assert not is_held_out(shared.tokenizer.decode(ids[1:-1])) or len(ids) == 40
+    texts = [shared.tokenizer.decode(tokens.held_out[i][1:-1]) for i in range(10)]
     assert all(any(h.startswith(t) for h in held) for t in texts)
 
 
@@ -167,10 +174,11 @@ def test_empty_file_is_named_when_nothing_is_left(shared, tmp_path):
 
 def test_boundary_tokens(shared):
     end = shared.tokenizer.eos_token_id
-    assert boundary_ids(DataConfig(), shared.tokenizer) == ([], [end])
+    assert boundary_ids(DataConfig(), shared.tokenizer) == ([end], [end])  # the tokenizer puts its start token itself
+    assert boundary_ids(DataConfig(start_token=""), shared.tokenizer) == ([], [end])
     both = DataConfig(start_token="<|endoftext|>", end_token="<|endoftext|>")
     assert boundary_ids(both, shared.tokenizer) == ([end], [end])
-    assert boundary_ids(DataConfig(end_token=""), shared.tokenizer) == ([], [])
+    assert boundary_ids(DataConfig(end_token=""), shared.tokenizer) == ([end], [])
 
 
 def test_tokenizers_of_one_size_are_told_apart(shared):

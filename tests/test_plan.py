@@ -68,12 +68,16 @@ def test_flops_equal_what_torch_counts(mini):
     assert counter.get_total_flops() == flops.forward(16, 0, 2)
     assert flops.forward(0, 1, 1) == 2 * 2 * arch.num_heads * arch.head_dim  # q.k and p*v, a multiply-add each
     assert causal_pairs([3, 1]) == 7
+    # a frozen layer that a gradient crosses costs one more forward; a trained one two
+    base = flops.train_step(16, 0, 2, 1)
+    assert flops.train_step(16, 0, 2, 1, passed=1) - base == flops.forward(16, 0, 1)
+    assert flops.train_step(16, 0, 2, 2) - base == 2 * flops.forward(16, 0, 1)
 
 
 def test_plan_prints_every_option(capsys):
-    assert main(["plan", "laptop", "--train.steps_per_phase", "17"]) == 0
+    assert main(["plan", "laptop", "--train.steps_per_phase", "170"]) == 0
     out = capsys.readouterr().out
-    assert "--train.steps_per_phase 17" in out
+    assert "--train.steps_per_phase 170" in out
     assert "8 phases named by arms, 8 to compute" in " ".join(out.split())
 
 

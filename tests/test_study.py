@@ -8,8 +8,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from conftest import Silent, StopAt
-from depthgrow.checkpoint import latest_checkpoint, tensors_equal
+from conftest import Silent, StopAt, tensors_equal
+from depthgrow.checkpoint import latest_checkpoint
 from depthgrow.config import fields_of, from_dict, override, parse_assignments, to_dict
 from depthgrow.files import UserError
 from depthgrow.metrics import read_metrics
@@ -17,9 +17,9 @@ from depthgrow.recipes import RECIPES, load_recipe
 from depthgrow.runner import run_study
 from depthgrow.runtime import Stopped
 from depthgrow.status import study_status
-from depthgrow.study import Arm, Facts, Study, parse_arm, plan_tree
+from depthgrow.study import Arm, Facts, Study, load_study, parse_arm, plan_tree
 
-FACTS = Facts("teacher", ("shard",), "held")
+FACTS = Facts("teacher", ("shard",), "held", "cpu")
 
 
 def run(study, root, stop=None):
@@ -83,7 +83,7 @@ def test_whatever_decides_the_weights_is_in_the_key(mini, field, value):
 
 def test_other_teacher_or_text_other_keys_but_log_interval_not(mini):
     keys = plan_tree(mini, FACTS).nodes.keys()
-    for facts in (Facts("other", ("shard",), "held"), Facts("teacher", ("other",), "held")):
+    for facts in (Facts("other", ("shard",), "held", "cpu"), Facts("teacher", ("other",), "held", "cpu")):
         assert not keys & plan_tree(mini, facts).nodes.keys()
     assert keys == plan_tree(override(mini, {"train.log_every": 5, "train.jobs": 4}), FACTS).nodes.keys()
 
@@ -215,6 +215,13 @@ def test_config_round_trip_and_overrides():
         ({"arms": "pre-gro"}, "did you mean 'pre-grow'"),
         ({"arms": ""}, "arms is empty"),
         ({"teacher.targets": "frozen"}, "cache, live"),
+        ({"teacher.dtype": "float64"}, "dtype 'float64' is not one of"),
+        ({"train.steps_per_phase": "50"}, "warmup_steps=100 must be less than"),
+        ({"data.shard_documents": "0"}, "shard_documents=0"),
+        ({"data.shard_documents": "3"}, "less than train.batch_documents"),
+        ({"train.jobs": "-1"}, "jobs=-1"),
+        ({"optim.beta1": "2"}, "beta1=2.0"),
+        ({"objective.alpha": "nan"}, "alpha=nan"),
         ({"train.steps_per_phase": "0"}, "steps_per_phase=0"),
     ],
 )
@@ -225,9 +232,9 @@ def test_bad_overrides_are_one_line(assignments, message):
 
 
 def test_recipe_files(tmp_path):
-    (tmp_path / "mine.yaml").write_text("recipe: laptop\ntrain:\n  steps_per_phase: 7\noptim.peak_lr: 0.5\n")
+    (tmp_path / "mine.yaml").write_text("recipe: laptop\ntrain:\n  steps_per_phase: 107\noptim.peak_lr: 0.5\n")
     study = load_recipe(str(tmp_path / "mine.yaml"))
-    assert (study.train.steps_per_phase, study.optim.peak_lr) == (7, 0.5)
+    assert (study.train.steps_per_phase, study.optim.peak_lr) == (107, 0.5)
     (tmp_path / "mine.py").write_text("from depthgrow.recipes import debug\ndef study():\n    return debug()\n")
     assert load_recipe(str(tmp_path / "mine.py")).name == "debug"
     (tmp_path / "bad.yaml").write_text("recipe: laptop\ntrain: {stepz: 1}\n")
@@ -239,3 +246,50 @@ def test_recipe_files(tmp_path):
             load_recipe(str(tmp_path / name))
     with pytest.raises(UserError, match="did you mean 'laptop'"):
         load_recipe("labtop")
+
+
+def test_other_teacher_or_text_in_one_folder_is_refused(mini, shared, tmp_path):
+    """The same config strings over changed files: old and new arms must not meet in one report."""
+    import shutil
+
+    corpus = tmp_path / "texts.jsonl"
+    shutil.copy(shared.corpus, corpus)
+    teacher = tmp_path / "teacher"
+    shutil.copytree(shared.teacher, teacher)
+    study = override(mini, {"data.corpora": [str(corpus)], "teacher.source": str(teacher), "arms": ["pre-single"]})
+    run(study, tmp_path / "out")
+    more = replace(study, arms=("post-single",))
+    config = json.loads((teacher / "config.json").read_text())
+    (teacher / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 1e-3}))
+    with pytest.raises(UserError, match="made with another teacher"):
+        run(more, tmp_path / "out")
+    (teacher / "config.json").write_text(json.dumps(config))
+    corpus.write_text("".join(corpus.read_text().splitlines(keepends=True)[::-1][:500]))
+    with pytest.raises(UserError, match=r"made with another (shards|held-out)"):
+        run(more, tmp_path / "out")
+    shutil.copy(shared.corpus, corpus)
+    run(more, tmp_path / "out")
+    assert set(load_study(tmp_path / "out")[0].arms) == {"post-single", "pre-single"}
+
+
+def test_a_record_with_unknown_fields_is_not_half_read(mini):
+    with pytest.raises(UserError, match=r"unknown field 'optim\.momentum'"):
+        from_dict(Study, to_dict(mini) | {"optim": to_dict(mini.optim) | {"momentum": 0.9}})
+
+
+def test_an_error_in_one_worker_is_not_hidden_by_the_others_stopping(mini, tmp_path):
+    study = override(mini, {"train.jobs": 2, "arms": ["pre-single", "post-single"], "train.steps_per_phase": 60})
+    with pytest.raises(Stopped):
+        run(override(study, {"train.jobs": 1}), tmp_path, StopAt(9, 10))
+    for path in (tmp_path / "nodes").glob("*/checkpoints/step-*/weights.safetensors"):
+        path.write_bytes(b"torn")
+    with pytest.raises(UserError, match="no older one is whole"):
+        run(study, tmp_path)
+
+
+def test_a_diverged_arm_is_recorded_and_the_study_goes_on(mini, tmp_path):
+    from depthgrow.report.write import write_report
+
+    study = override(mini, {"optim.peak_lr": 1e30, "optim.clip_norm": 1e30, "arms": ["pre-single", "post-single"]})
+    run(study, tmp_path)
+    assert "invalid" in write_report(tmp_path).sentence or "Nothing to compare" in write_report(tmp_path).sentence

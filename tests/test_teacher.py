@@ -60,10 +60,10 @@ def test_initial_tensors_are_copies(teacher):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_is_read_is_what_the_teacher_wrote(shared, tokens, tmp_path, never, dtype):
     teacher = LiveTeacher.load(shared.teacher, dtype, CPU)
-    cache = open_cache(tmp_path, teacher, tokens.train, dtype)
-    cache.fill(teacher, 100, CPU, never, lambda done, total: None)
+    cache = open_cache(tmp_path, teacher, tokens.train, dtype, 100)
+    cache.fill(teacher, never, lambda done, total: None)
     batches = Batches(tokens.train, shard_documents=40, batch_documents=7, micro_tokens=100, seed=3)
-    again = open_cache(tmp_path, teacher, tokens.train, dtype)
+    again = open_cache(tmp_path, teacher, tokens.train, dtype, 100)
     assert not again.missing
     for step in range(12):  # two passes, wrapping mid-batch
         for micro in batches.global_batch(DataPosition(0, step)):
@@ -80,50 +80,50 @@ def test_what_is_read_is_what_the_teacher_wrote(shared, tokens, tmp_path, never,
 
 def test_filling_stops_and_goes_on(teacher, tokens, tmp_path, never):
     with pytest.raises(Stopped):
-        open_cache(tmp_path, teacher, tokens.train, torch.float32).fill(
-            teacher, 100, CPU, StopAt(2), lambda done, total: None, workers=2
+        open_cache(tmp_path, teacher, tokens.train, torch.float32, 100).fill(
+            teacher, StopAt(2), lambda done, total: None, workers=2
         )
-    half = open_cache(tmp_path, teacher, tokens.train, torch.float32)
+    half = open_cache(tmp_path, teacher, tokens.train, torch.float32, 100)
     assert 0 < len(half.missing) < 40
     reports = []
-    half.fill(teacher, 100, CPU, never, lambda done, total: reports.append((done, total)))
+    half.fill(teacher, never, lambda done, total: reports.append((done, total)))
     assert reports[-1] == (40, 40)
-    fresh = open_cache(tmp_path / "other", teacher, tokens.train, torch.float32)
-    fresh.fill(teacher, 100, CPU, never, lambda done, total: None)
+    fresh = open_cache(tmp_path / "other", teacher, tokens.train, torch.float32, 100)
+    fresh.fill(teacher, never, lambda done, total: None)
     np.testing.assert_allclose(half.hidden, fresh.hidden, rtol=1e-5, atol=1e-5)
-    both = open_cache(tmp_path / "workers", teacher, tokens.train, torch.float32)
-    both.fill(teacher, 100, CPU, never, lambda done, total: None, workers=3)
+    both = open_cache(tmp_path / "workers", teacher, tokens.train, torch.float32, 100)
+    both.fill(teacher, never, lambda done, total: None, workers=3)
     assert np.array_equal(both.hidden, fresh.hidden)
 
 
 def test_one_flipped_byte_is_named(teacher, tokens, tmp_path, never):
-    cache = open_cache(tmp_path, teacher, tokens.train, torch.float32)
-    cache.fill(teacher, 100, CPU, never, lambda done, total: None)
+    cache = open_cache(tmp_path, teacher, tokens.train, torch.float32, 100)
+    cache.fill(teacher, never, lambda done, total: None)
     path = cache.folder / "hidden.npy"
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
     path.write_bytes(data)
-    damaged = open_cache(tmp_path, teacher, tokens.train, torch.float32)
+    damaged = open_cache(tmp_path, teacher, tokens.train, torch.float32, 100)
     with pytest.raises(UserError, match=r"hidden\.npy is damaged at document"):
         damaged.targets(pack(tokens.train, list(range(40))))
     path.write_bytes(data[:-500])
     with pytest.raises(UserError, match="cannot be read"):
-        open_cache(tmp_path, teacher, tokens.train, torch.float32)
+        open_cache(tmp_path, teacher, tokens.train, torch.float32, 100)
 
 
 def test_other_teacher_other_documents_other_cache(teacher, tokens, shared, tmp_path):
-    one = open_cache(tmp_path, teacher, tokens.train, torch.float32)
-    assert open_cache(tmp_path, teacher, tokens.held_out, torch.float32).folder != one.folder
-    assert open_cache(tmp_path, teacher, tokens.train, torch.bfloat16).folder != one.folder
+    one = open_cache(tmp_path, teacher, tokens.train, torch.float32, 100)
+    assert open_cache(tmp_path, teacher, tokens.held_out, torch.float32, 100).folder != one.folder
+    assert open_cache(tmp_path, teacher, tokens.train, torch.bfloat16, 100).folder != one.folder
     with torch.no_grad():
         teacher.model.model.norm.weight[0] += 1
     teacher.model.save_pretrained(tmp_path / "changed")
     shared.tokenizer.save_pretrained(tmp_path / "changed")
     changed = LiveTeacher.load(tmp_path / "changed", torch.float32, CPU)
-    assert open_cache(tmp_path, changed, tokens.train, torch.float32).folder != one.folder
+    assert open_cache(tmp_path, changed, tokens.train, torch.float32, 100).folder != one.folder
     (one.folder / "info.json").write_text("{}")
     with pytest.raises(UserError, match="belongs to another"):
-        open_cache(tmp_path, LiveTeacher.load(shared.teacher, torch.float32, CPU), tokens.train, torch.float32)
+        open_cache(tmp_path, LiveTeacher.load(shared.teacher, torch.float32, CPU), tokens.train, torch.float32, 100)
 
 
 def test_tokenizer_that_does_not_fit_is_refused(shared, tmp_path):
@@ -175,4 +175,27 @@ def test_missing_tensor_is_an_error_not_a_random_layer(shared, tmp_path):
     del tensors["model.layers.1.mlp.up_proj.weight"]
     save_file(tensors, path, metadata={"format": "pt"})
     with pytest.raises(UserError, match=r"layers\.1\.mlp\.up_proj"):
+        LiveTeacher.load(tmp_path / "t", torch.float32, CPU)
+
+
+def test_shapes_are_part_of_the_teachers_fingerprint(shared, tmp_path):
+    import json
+    import shutil
+
+    shutil.copytree(shared.teacher, tmp_path / "t")
+    first = LiveTeacher.load(tmp_path / "t", torch.float32, CPU).fingerprint
+    assert first == LiveTeacher.load(shared.teacher, torch.float32, CPU).fingerprint
+    path = tmp_path / "t" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"rms_norm_eps": 1e-3}))
+    assert LiveTeacher.load(tmp_path / "t", torch.float32, CPU).fingerprint != first
+
+
+def test_a_model_with_code_of_its_own_is_refused(shared, tmp_path):
+    import json
+    import shutil
+
+    shutil.copytree(shared.teacher, tmp_path / "t")
+    path = tmp_path / "t" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"auto_map": {"AutoModelForCausalLM": "m.M"}}))
+    with pytest.raises(UserError, match="never run"):
         LiveTeacher.load(tmp_path / "t", torch.float32, CPU)

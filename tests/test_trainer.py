@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from conftest import Silent, StopAt
-from depthgrow.checkpoint import latest_checkpoint, tensors_equal
+from conftest import Silent, StopAt, tensors_equal
+from depthgrow.checkpoint import latest_checkpoint
 from depthgrow.curriculum import CURRICULA, DataPosition, Phase, canonical
 from depthgrow.head_loss import ObjectiveConfig, head_loss
 from depthgrow.metrics import read_metrics

@@ -48,9 +48,9 @@ def load_student(root: Path, study: Study, arm: str, key: str, seed: int, teache
     if checkpoint is None:
         raise UserError(f"{folder} has no checkpoint; delete the folder and run the study again")
     identity = read_json(folder / "config.json")["identity"]
-    if identity["teacher"] != teacher.identity["weights"]:
+    if identity["teacher"] != teacher.fingerprint:
         raise UserError(
-            f"{root} was trained with other weights of teacher {study.teacher.source!r} than those found now; "
+            f"{root} was trained with another teacher {study.teacher.source!r} than is found now; "
             "its frozen embedding would be wrong"
         )
     named = parse_arm(arm)
@@ -64,7 +64,9 @@ def load_student(root: Path, study: Study, arm: str, key: str, seed: int, teache
 def export_arm(root: Path, arm: str, to: Path, seed: int | None, dtype: str) -> int:
     """``depthgrow export``; returns the exit code."""
     study, key, seed = finished_arm(root, arm, seed)
-    teacher = LiveTeacher.load(resolve_teacher(study.teacher.source), torch.float32, torch.device("cpu"))
+    teacher = LiveTeacher.load(
+        resolve_teacher(study.teacher.source), torch_dtype(study.teacher.dtype), torch.device("cpu")
+    )
     student = load_student(root, study, arm, key, seed, teacher)
     done = read_json(Workspace(root).node(key) / "done.json")
     card = _card(study, arm, key, seed, student, done, to.name, read_json(root / "data.json"))

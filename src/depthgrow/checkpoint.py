@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -100,8 +99,3 @@ def latest_checkpoint(root: Path, warn: Any = None) -> Checkpoint | None:
     if errors:
         raise UserError(f"{errors[0]}, and no older one is whole; delete {root.parent} to train this phase again")
     return None
-
-
-def tensors_equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
-    """Same names, same bits."""
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)

@@ -66,7 +66,7 @@ def _parser() -> _Parser:
     sub = command("pretrain", "train a teacher from scratch and export it")
     sub.add_argument("recipe", help="laptop-teacher")
     sub.add_argument("--out", type=Path, help="folder (default: runs/RECIPE)")
-    sub = command("ls", "list a study folder's arms and nodes: done, running, missing, shared")
+    sub = command("ls", "list a study folder's arms and nodes: done, started, missing, shared")
     sub.add_argument("study", type=Path)
     sub.add_argument("--json", action="store_true")
     sub = command("report", "write STUDY/report from the study's files")
@@ -100,6 +100,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("depthgrow: interrupted", file=sys.stderr)
         return STOPPED
+    except (PermissionError, FileExistsError, NotADirectoryError, IsADirectoryError) as error:
+        print(
+            f"depthgrow: {error.filename}: {error.strerror}; choose another path or change its rights", file=sys.stderr
+        )
+        return USER_ERROR
     except OSError as error:
         if error.errno in (28, 122):  # no space left, quota exceeded
             print(f"depthgrow: no space left while writing {error.filename}; free some and run again", file=sys.stderr)

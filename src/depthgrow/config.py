@@ -11,7 +11,7 @@ import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from functools import cache
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar, cast, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -36,6 +36,7 @@ def from_dict(cls: type[C], values: dict[str, Any]) -> C:
     Raises:
         UserError: one line naming the field, the value received and what was expected.
     """
+    _check_names(cls, values)
     try:
         return _adapter(cast(Any, cls)).validate_python(values)
     except ValidationError as error:
@@ -45,6 +46,16 @@ def from_dict(cls: type[C], values: dict[str, Any]) -> C:
         if first["type"] == "value_error":
             raise UserError(message) from None
         raise UserError(f"--{where} {first['input']!r}: {message[0].lower()}{message[1:]}") from None
+
+
+def _check_names(cls: Any, values: dict[str, Any], prefix: str = "") -> None:
+    known = {field.name: field for field in dataclasses.fields(cls)}
+    hints = get_type_hints(cls)
+    for name, value in values.items():
+        if name not in known:
+            raise unknown("field", prefix + name, [prefix + other for other in known])
+        if isinstance(value, dict) and dataclasses.is_dataclass(hints[name]):
+            _check_names(hints[name], value, f"{prefix}{name}.")
 
 
 def fields_of(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -59,8 +59,10 @@ def single(num_blocks: int, steps: int) -> list[Phase]:
 
 
 def joint_long(num_blocks: int, steps: int) -> list[Phase]:
-    """Joint for twice as long on fresh data, the schedule restarting where grow's does: grow's active-layer tokens."""
-    return [Phase(active=num_blocks, steps=steps, data="fresh", reset_optimizer=False) for _ in range(2)]
+    """Joint on fresh data until grow's active-layer tokens are spent, the schedule restarting where grow's does."""
+    total = steps * (num_blocks + 1) // 2
+    lengths = [min(steps, total - done) for done in range(0, total, steps)]
+    return [Phase(active=num_blocks, steps=n, data="fresh", reset_optimizer=False) for n in lengths]
 
 
 def joint_longer(num_blocks: int, steps: int) -> list[Phase]:

@@ -44,9 +44,13 @@ def rms(x_ND: Tensor) -> Tensor:
 
 
 def describe(values: NDArray[np.float64]) -> dict[str, Any]:
-    """Count, mean, std, kurtosis (fourth standardised moment; 3 for a normal), quantiles, max, log-spaced histogram."""
+    """Count (and how many were not finite), mean, std, kurtosis (fourth standardised moment; 3 for a normal), quantiles,
+    max, histogram with logarithmic bins."""
+    finite = values[np.isfinite(values)]
+    lost = len(values) - len(finite)
+    values = finite
     if len(values) == 0:
-        return {"count": 0}
+        return {"count": 0, "non_finite": lost}
     mean, std = float(values.mean()), float(values.std())
     positive = np.maximum(values, 1e-12)
     low, high = math.floor(math.log10(positive.min())), math.floor(math.log10(positive.max())) + 1
@@ -54,6 +58,7 @@ def describe(values: NDArray[np.float64]) -> dict[str, Any]:
     counts, _ = np.histogram(np.clip(positive, edges[0], edges[-1]), edges)
     return {
         "count": len(values),
+        "non_finite": lost,
         "mean": mean,
         "std": std,
         "kurtosis": float(((values - mean) ** 4).mean() / std**4) if std > 0 else 0.0,

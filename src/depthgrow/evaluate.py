@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from depthgrow.data.batches import MicroBatch, group_by_length, pack
 from depthgrow.data.tokens import TokenizedDocuments
+from depthgrow.files import write_atomic
 from depthgrow.head_loss import TeacherTargets, token_values
 
 Targets = Callable[[MicroBatch], TeacherTargets]
@@ -38,10 +40,9 @@ class Evaluation:
         return result
 
     def save(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        scratch = path.with_suffix(".partial.npz")
-        np.savez(scratch, tokens=self.tokens, ce=self.ce, kl=self.kl, teacher_entropy=self.teacher_entropy)
-        scratch.replace(path)
+        buffer = io.BytesIO()
+        np.savez(buffer, tokens=self.tokens, ce=self.ce, kl=self.kl, teacher_entropy=self.teacher_entropy)
+        write_atomic(path, buffer.getvalue())
 
 
 @torch.no_grad()

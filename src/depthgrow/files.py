@@ -6,12 +6,15 @@ No torch in here: the report imports it.
 from __future__ import annotations
 
 import difflib
+import fcntl
 import hashlib
 import json
+import math
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +54,16 @@ def write_atomic(path: Path, content: str | bytes) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    write_atomic(path, json.dumps(value, indent=1, sort_keys=True) + "\n")
+    """JSON with sorted keys; a number that is not finite becomes null, which JSON can say."""
+    write_atomic(path, json.dumps(_finite(value), indent=1, sort_keys=True) + "\n")
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    return [_finite(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def read_json(path: Path) -> Any:
@@ -67,6 +79,29 @@ def read_json(path: Path) -> Any:
 def sha256_file(path: Path) -> str:
     with path.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+@contextmanager
+def locked(path: Path, in_use: str | None = None) -> Iterator[None]:
+    """Hold an exclusive lock on ``path``; wait for it, or raise ``UserError(in_use)`` at once when that is given."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w") as handle:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | (fcntl.LOCK_NB if in_use else 0))
+        except OSError:
+            raise UserError(in_use or str(path)) from None
+        yield
+
+
+def read_study(root: Path) -> Any:
+    """The record ``study.json`` of a study folder.
+
+    Raises:
+        UserError: the folder holds no study.
+    """
+    if not (root / "study.json").exists():
+        raise UserError(f"{root} holds no study (no study.json); run: depthgrow study RECIPE --out {root}")
+    return read_json(root / "study.json")
 
 
 def require_space(folder: Path, num_bytes: int, what: str) -> None:

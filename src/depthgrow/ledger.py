@@ -27,10 +27,14 @@ class Flops:
         """One forward pass through ``layers`` layers. pairs: sum over documents of n(n+1)/2 causal query-key pairs."""
         return layers * (tokens * self.layer_per_token + pairs * self.attention_per_pair)
 
-    def train_step(self, tokens: int, pairs: int, layers: int, trained_layers: int, *, distilled: bool) -> int:
-        """Forward, backward through the trained layers (twice their forward), the head, and the teacher's logits."""
+    def train_step(
+        self, tokens: int, pairs: int, layers: int, trained: int, *, passed: int = 0, distilled: bool = True
+    ) -> int:
+        """One step's products: forward; backward through ``trained`` layers (twice their forward); through ``passed``
+        frozen layers that a gradient crosses (once); the head's, and the teacher's logits."""
         head = tokens * self.head_per_token * (4 if distilled else 3)
-        return self.forward(tokens, pairs, layers) + 2 * self.forward(tokens, pairs, trained_layers) + head
+        backward = 2 * self.forward(tokens, pairs, trained) + self.forward(tokens, pairs, passed)
+        return self.forward(tokens, pairs, layers) + backward + head
 
 
 def causal_pairs(lengths: list[int]) -> int:

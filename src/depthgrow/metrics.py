@@ -8,20 +8,6 @@ from typing import Any
 
 from depthgrow.files import write_atomic
 
-# name: (unit, how it is reduced over the tokens or documents of a step)
-METRICS = {
-    "loss": ("nats/token", "alpha*tau^2*kl + gamma*ce, mean over target tokens of the global batch"),
-    "ce": ("nats/token", "mean over target tokens"),
-    "kl": ("nats/token", "KL(teacher || student), mean over target tokens"),
-    "teacher_entropy": ("nats/token", "mean over target tokens"),
-    "soft_ce": ("nats/token", "kl + teacher_entropy"),
-    "ppl": ("1", "exp(ce)"),
-    "lr": ("1", "value at the step"),
-    "grad_norm": ("1", "global L2 norm before clipping"),
-    "tokens": ("tokens", "target tokens of the step"),
-    "tokens_per_second": ("tokens/s", "over the steps since the last line that has it"),
-}
-
 
 class MetricsLog:
     """Append-only JSON lines with a ``kind`` ('train' or 'eval') and a ``step`` (steps finished in this phase)."""

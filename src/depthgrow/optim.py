@@ -34,8 +34,16 @@ class OptimConfig:
             raise UserError(f"optim.min_lr={self.min_lr} must lie between 0 and optim.peak_lr={self.peak_lr}")
         if not 0 <= self.warmup_share < 1:
             raise UserError(f"optim.warmup_share={self.warmup_share} must lie in [0, 1)")
-        if self.clip_norm <= 0:
-            raise UserError(f"optim.clip_norm={self.clip_norm} must be positive")
+        for name in ("beta1", "beta2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise UserError(f"optim.{name}={getattr(self, name)} must lie in [0, 1)")
+        for name in ("clip_norm", "eps"):
+            if not getattr(self, name) > 0:
+                raise UserError(f"optim.{name}={getattr(self, name)} must be positive")
+        if not self.weight_decay >= 0:
+            raise UserError(f"optim.weight_decay={self.weight_decay} must be >= 0")
+        if self.warmup_steps is not None and self.warmup_steps < 0:
+            raise UserError(f"optim.warmup_steps={self.warmup_steps} must be >= 0")
 
 
 def learning_rate(config: OptimConfig, step: int, num_steps: int) -> float:
@@ -95,6 +103,6 @@ class NamedAdamW:
             if state[f"exp_avg.{name}"].shape != parameter.shape:
                 raise UserError(f"optimizer state of {name} has shape {tuple(state[f'exp_avg.{name}'].shape)}")
             self._adamw.state[parameter] = {
-                key: state[f"{key}.{name}"].clone().to(parameter.device if key != "step" else "cpu")
+                key: state[f"{key}.{name}"].clone().to(parameter.device)  # the fused kernel wants the step there too
                 for key in ("step", "exp_avg", "exp_avg_sq")
             }

@@ -16,7 +16,8 @@ from depthgrow.curriculum import data_start
 from depthgrow.files import UserError, cache_root
 from depthgrow.ledger import Flops
 from depthgrow.runtime import torch_dtype
-from depthgrow.study import Facts, Study, plan_tree
+from depthgrow.student import PLACEMENTS
+from depthgrow.study import Facts, Study, parse_arm, plan_tree
 from depthgrow.teacher.sources import resolve_teacher
 
 # Shapes of teachers that a plan must know without a network: public facts of their config files.
@@ -98,7 +99,8 @@ def budget(study: Study, arm: str, arch: Architecture, mean_tokens: float) -> di
         trained = layers if phase.trainable == "all" else study.student.layers_per_block
         total += phase.steps * batch_tokens
         active += phase.steps * batch_tokens * layers
-        work += phase.steps * flops.train_step(int(batch_tokens), int(batch_pairs), layers, trained, distilled=True)
+        passed = layers - trained if PLACEMENTS[parse_arm(arm).placement].boundary == "entry" else 0
+        work += phase.steps * flops.train_step(int(batch_tokens), int(batch_pairs), layers, trained, passed=passed)
         start = data_start(phases, index)
         if phase.steps >= shard_batches:
             read.update((start.shard, b) for b in range(shard_batches))
@@ -132,7 +134,7 @@ def make_plan(study: Study) -> dict[str, Any]:
     """Everything `depthgrow plan` shows."""
     arch = architecture_of(study.teacher.source)
     mean_tokens = min(MEAN_TOKENS.get(study.name, 170.0), study.data.max_tokens)
-    tree = plan_tree(study, Facts(study.teacher.source, tuple(map(str, range(study.num_shards()))), "held-out"))
+    tree = plan_tree(study, Facts(study.teacher.source, tuple(map(str, range(study.num_shards()))), "held-out", "any"))
     size = torch_dtype(study.teacher.dtype).itemsize * arch.hidden_size
     documents = study.shard_documents * study.num_shards() + study.data.held_out_documents
     return {

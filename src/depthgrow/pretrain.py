@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import time
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from depthgrow.architecture import Architecture
@@ -29,7 +29,7 @@ from depthgrow.data.tokens import (
 )
 from depthgrow.evaluate import evaluate
 from depthgrow.export.hf import save_hf
-from depthgrow.files import UserError, cache_root, read_json, write_json
+from depthgrow.files import UserError, cache_root, locked, read_json, write_json
 from depthgrow.head_loss import ObjectiveConfig
 from depthgrow.optim import OptimConfig
 from depthgrow.runtime import StopSignal, environment, pick_device
@@ -55,7 +55,7 @@ class Pretrain:
 
 
 def train_tokenizer(texts: Iterator[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    """A byte-level BPE whose one special token marks the start and the end of a document."""
+    """A byte-level BPE whose one special token marks the start (put there by itself) and the end of a document."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -66,6 +66,8 @@ def train_tokenizer(texts: Iterator[str], vocab_size: int) -> PreTrainedTokenize
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
+    boundary = (BOUNDARY_TOKEN, tokenizer.token_to_id(BOUNDARY_TOKEN))
+    tokenizer.post_processor = processors.TemplateProcessing(single=f"{BOUNDARY_TOKEN} $A", special_tokens=[boundary])
     if tokenizer.get_vocab_size() != vocab_size:
         raise UserError(
             f"the corpus gives a vocabulary of {tokenizer.get_vocab_size()} tokens, fewer than arch.vocab_size={vocab_size};"
@@ -84,7 +86,11 @@ def pretrain(config: Pretrain, out: Path, *, stop: StopSignal, listener: Listene
     Raises:
         UserError: ``out`` was made with another config. Stopped: a signal came, everything is saved.
     """
-    started = time.time()
+    with locked(out / ".lock", f"{out} is in use by another depthgrow process; wait for it or stop it"):
+        return _pretrain(config, out, stop, listener)
+
+
+def _pretrain(config: Pretrain, out: Path, stop: StopSignal, listener: Listener) -> Path:
     identity = to_dict(config)
     if (out / "config.json").exists() and read_json(out / "config.json") != identity:
         raise UserError(f"{out} was made with another config ({out / 'config.json'}); choose another --out")
@@ -132,7 +138,8 @@ def pretrain(config: Pretrain, out: Path, *, stop: StopSignal, listener: Listene
     if not (folder / "done.json").exists():
         run_phase(run, materials, folder, None, stop=stop, listener=listener)
     if not (model / "provenance.json").exists():
-        _export(config, run, materials, tokens, tokenizer, out, time.time() - started)
+        shutil.rmtree(model, ignore_errors=True)  # whole only with its provenance, which is written last
+        _export(config, run, materials, tokens, tokenizer, out)
     return model
 
 
@@ -142,13 +149,14 @@ def _tokenizer(config: Pretrain, folder: Path, listener: Listener) -> Any:
         streams = [shuffled(open_corpus(spec)) for spec in config.data.corpora]
         texts = (text for text in interleave(streams) if not is_held_out(text))
         limited = (text for _, text in zip(range(config.tokenizer_documents), texts, strict=False))
-        train_tokenizer(limited, config.arch.vocab_size).save_pretrained(folder)
+        scratch = folder.with_name("tokenizer.partial")
+        train_tokenizer(limited, config.arch.vocab_size).save_pretrained(scratch)
+        shutil.rmtree(folder, ignore_errors=True)
+        scratch.rename(folder)
     return AutoTokenizer.from_pretrained(folder)
 
 
-def _export(
-    config: Pretrain, run: PhaseRun, materials: Materials, tokens: TokenSet, tokenizer: Any, out: Path, seconds: float
-) -> None:
+def _export(config: Pretrain, run: PhaseRun, materials: Materials, tokens: TokenSet, tokenizer: Any, out: Path) -> None:
     student = build_student(run, materials, torch.device("cpu"))
     checkpoint = latest_checkpoint(out / "run" / "checkpoints")
     assert checkpoint is not None

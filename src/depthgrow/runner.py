@@ -8,7 +8,8 @@ import signal
 import threading
 from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from contextlib import contextmanager
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from depthgrow.evaluate import Evaluation, evaluate
 from depthgrow.files import UserError, cache_root, read_json, write_json
 from depthgrow.head_loss import TeacherTargets
 from depthgrow.ledger import Flops
-from depthgrow.runtime import Stop, pick_device, torch_dtype
+from depthgrow.runtime import Stop, Stopped, num_cores, pick_device, torch_dtype
 from depthgrow.study import Facts, Node, Study, Workspace, plan_tree
 from depthgrow.teacher.cache import TargetCache, open_cache
 from depthgrow.teacher.live import LiveTeacher
@@ -56,7 +57,7 @@ class Prepared:
                     listener.progress(f"teacher targets, {name}", done, total, {})
 
                 workers = _cores(study, self.device)
-                cache.fill(self.teacher, study.train.micro_tokens, self.device, stop, progress, workers=workers)
+                cache.fill(self.teacher, stop, progress, workers=workers)
 
     def materials(self, study: Study, seed: int) -> Materials:
         size, shards = study.shard_documents, self.shards
@@ -122,15 +123,17 @@ def prepare(study: Study, listener: Listener) -> Prepared:
         listener.note(f"skipped {len(skipped)} files in all, named in data.json")
     parts = [tokens.train.part(i * size, (i + 1) * size) for i in range(count)]
     facts = Facts(
-        teacher=teacher.identity["weights"],
+        teacher=teacher.fingerprint,
         shards=tuple(part.content_hash for part in parts),
         held_out=tokens.held_out.content_hash,
+        device=device.type,
     )
     if study.teacher.targets == "live":
         return Prepared(teacher, tokens, None, None, facts, device)
     root = Path(study.teacher.cache_dir) if study.teacher.cache_dir else cache_root()
-    shards = [open_cache(root, teacher, part, dtype, first=i * size) for i, part in enumerate(parts)]
-    held_out = open_cache(root, teacher, tokens.held_out, dtype)
+    micro = study.train.micro_tokens
+    shards = [open_cache(root, teacher, part, dtype, micro, first=i * size) for i, part in enumerate(parts)]
+    held_out = open_cache(root, teacher, tokens.held_out, dtype, micro)
     return Prepared(teacher, tokens, shards, held_out, facts, device)
 
 
@@ -145,7 +148,7 @@ def run_study(study: Study, root: Path, *, stop: Stop, listener: Listener) -> No
     with workspace.locked():
         prepared = prepare(study, listener)
         tree = plan_tree(study, prepared.facts)
-        workspace.record(study, tree)
+        workspace.record(study, tree, prepared.facts)
         write_json(root / "data.json", prepared.tokens.info)
         prepared.fill(study, stop, listener)
         _record_teacher(study, prepared, root)
@@ -158,14 +161,14 @@ def run_study(study: Study, root: Path, *, stop: Stop, listener: Listener) -> No
         )
         listener.begin({node.run.label: _work(workspace, node, prepared.teacher.arch) for node in missing})
         if jobs > 1:
-            _run_side_by_side(study, workspace, missing, jobs, stop, listener)
+            _run_side_by_side(study, workspace, missing, prepared.facts, jobs, stop, listener)
         else:
             for node in missing:
                 _run_node(study, workspace, node, prepared, stop, listener)
 
 
 def _cores(study: Study, device: torch.device) -> int:
-    return 1 if device.type == "cuda" else max(1, len(os.sched_getaffinity(0)) // study.train.threads)
+    return 1 if device.type == "cuda" else max(1, num_cores() // study.train.threads)
 
 
 def _work(workspace: Workspace, node: Node, arch: Architecture) -> Work:
@@ -198,11 +201,11 @@ class _Relay:
     """In a worker: sends notes and progress to the process that shows them, and hears from it when to stop."""
 
     def __init__(self, queue: Any, event: Any):
-        self._queue, self._event, self._parent = queue, event, os.getppid()
+        self._queue, self._event = queue, event
 
     @property
     def requested(self) -> bool:
-        return self._event.is_set() or os.getppid() != self._parent  # an orphan stops too
+        return bool(self._event.is_set())
 
     def note(self, text: str) -> None:
         self._queue.put(("note", (text,)))
@@ -224,51 +227,73 @@ class _Quiet(_Relay):
 _worker: dict[str, Any] = {}
 
 
-def _start_worker(study: Study, root: Path, queue: Any, event: Any) -> None:
+def _die_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)  # a killed parent: leave its checkpoints as they are and the folder free for the next call
+
+
+def _start_worker(study: Study, root: Path, facts: Facts, queue: Any, event: Any) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):  # a terminal signals the whole group; the parent decides
         signal.signal(number, signal.SIG_IGN)
+    threading.Thread(target=_die_with_parent, daemon=True).start()
     import transformers
 
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    _worker.update(study=study, workspace=Workspace(root), relay=_Relay(queue, event))
+    _worker.update(study=study, workspace=Workspace(root), relay=_Relay(queue, event), facts=facts)
     _worker["prepared"] = prepare(study, _Quiet(queue, event))
 
 
 def _work_on(node: Node) -> str:
+    if _worker["prepared"].facts != _worker["facts"]:
+        raise UserError("teacher or text changed while the study was starting; run the command again")
     _run_node(_worker["study"], _worker["workspace"], node, _worker["prepared"], _worker["relay"], _worker["relay"])
     return node.key
 
 
 def _run_side_by_side(
-    study: Study, workspace: Workspace, missing: list[Node], jobs: int, stop: Stop, listener: Listener
+    study: Study, workspace: Workspace, missing: list[Node], facts: Facts, jobs: int, stop: Stop, listener: Listener
 ) -> None:
     """Keep ``jobs`` processes busy with nodes whose parents are done, those with most work behind them first."""
     context = multiprocessing.get_context("spawn")
     queue, event = context.SimpleQueue(), context.Event()
     waiting = {node.key: node for node in missing}
     running: dict[Future[str], Node] = {}
-    error: BaseException | None = None
-    initial = (study, workspace.root, queue, event)
+    errors: list[BaseException] = []
+    initial = (study, workspace.root, facts, queue, event)
     with (
         _relaying(queue, listener),
         ProcessPoolExecutor(jobs, mp_context=context, initializer=_start_worker, initargs=initial) as pool,
     ):
-        while waiting or running:
-            if stop.requested or error is not None:
-                event.set()
-                waiting.clear()
-            busy = {node.key for node in running.values()}
-            ready = [n for n in waiting.values() if n.parent not in waiting and n.parent not in busy]
-            ready.sort(key=lambda node: -_work_behind(node, waiting))
-            for node in ready[: jobs - len(running)]:
-                running[pool.submit(_work_on, waiting.pop(node.key))] = node
-            finished, _ = wait(running, timeout=0.2, return_when=FIRST_COMPLETED)
-            for future in finished:
-                running.pop(future)
-                error = future.exception() or error
-    if error is not None:
-        raise error
+        try:
+            while running or (waiting and not event.is_set()):
+                if stop.requested or errors:
+                    event.set()
+                if not event.is_set():
+                    busy = {node.key for node in running.values()}
+                    ready = [n for n in waiting.values() if n.parent not in waiting and n.parent not in busy]
+                    ready.sort(key=lambda node: -_work_behind(node, waiting))
+                    for node in ready[: jobs - len(running)]:
+                        running[pool.submit(_work_on, waiting.pop(node.key))] = node
+                finished, _ = wait(running, timeout=0.2, return_when=FIRST_COMPLETED)
+                for future in finished:
+                    running.pop(future)
+                    error = future.exception()
+                    errors += [error] if error is not None else []
+        finally:
+            event.set()
+    # what went wrong in one worker stops the others: their Stopped must not hide it
+    for error in errors:
+        if isinstance(error, BrokenProcessPool):
+            raise UserError(
+                "a worker process died, most likely for lack of memory; run again with --train.jobs 1 to go on"
+            ) from error
+        if not isinstance(error, Stopped):
+            raise error
+    if errors or waiting:
+        raise Stopped(str(errors[0]) if errors else "the study")
 
 
 def _work_behind(node: Node, waiting: dict[str, Node]) -> int:
@@ -281,7 +306,8 @@ def _work_behind(node: Node, waiting: dict[str, Node]) -> int:
 def _relaying(queue: Any, listener: Listener) -> Iterator[None]:
     def relay() -> None:
         while (message := queue.get()) is not None:
-            getattr(listener, message[0])(*message[1])
+            with suppress(OSError, ValueError):  # a closed terminal must not block the workers
+                getattr(listener, message[0])(*message[1])
 
     thread = threading.Thread(target=relay, daemon=True)
     thread.start()
@@ -297,17 +323,15 @@ def _record_teacher(study: Study, prepared: Prepared, root: Path) -> None:
     if path.exists():
         return
     teacher = prepared.teacher
-    result = prepared.evaluate_teacher(study)
-    result.save(root / "teacher_eval.npz")
     provenance = Path(resolve_teacher(study.teacher.source)) / "provenance.json"
     write_json(
         path,
         {
             "source": study.teacher.source,
-            "weights_hash": teacher.identity["weights"],
+            "fingerprint": teacher.fingerprint,
             "architecture": to_dict(teacher.arch),
             "parameters": sum(p.numel() for p in teacher.model.parameters()),
-            "held_out": result.summary(),
+            "held_out": prepared.evaluate_teacher(study).summary(),
             "provenance": read_json(provenance) if provenance.exists() else None,
         },
     )

@@ -16,7 +16,7 @@ import torch
 
 from depthgrow.files import UserError
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -36,6 +36,11 @@ def pick_device(name: str) -> torch.device:
         first_line = str(error).splitlines()[0]
         raise UserError(f"device {name!r} cannot be used ({first_line}); try --train.device auto") from None
     return device
+
+
+def num_cores() -> int:
+    """Cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def keyed_seed(seed: int, name: str) -> int:

@@ -9,7 +9,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from depthgrow.files import UserError, cache_root, read_json
+from depthgrow.files import cache_root, read_json, read_study
 
 
 def study_status(root: Path) -> dict[str, Any]:
@@ -18,9 +18,7 @@ def study_status(root: Path) -> dict[str, Any]:
     Raises:
         UserError: there is no study in it.
     """
-    if not (root / "study.json").exists():
-        raise UserError(f"{root} holds no study (no study.json); run: depthgrow study RECIPE --out {root}")
-    record = read_json(root / "study.json")
+    record = read_study(root)
     nodes: dict[str, dict[str, Any]] = {}
     arms: dict[str, str] = {}
     for arm, seeds in record["arms"].items():

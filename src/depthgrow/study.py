@@ -8,16 +8,15 @@ DIR/nodes/KEY/          one phase: config, environment, metrics.jsonl, eval/, ch
 
 from __future__ import annotations
 
-import fcntl
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+import json
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from depthgrow.config import fields_of, fingerprint, from_dict, to_dict
 from depthgrow.curriculum import CURRICULA, Phase, canonical, data_start, schedule_position
 from depthgrow.data.tokens import DataConfig
-from depthgrow.files import UserError, read_json, unknown, write_json
+from depthgrow.files import UserError, locked, read_json, read_study, unknown, write_json
 from depthgrow.head_loss import ObjectiveConfig
 from depthgrow.interventions import INTERVENTIONS
 from depthgrow.optim import OptimConfig
@@ -69,11 +68,20 @@ class Study:
             raise UserError(f"seeds={self.seeds} must be at least 1")
         for arm in self.arms:
             parse_arm(arm)
+        warmup, steps = self.optim.warmup_steps, self.train.steps_per_phase
+        if warmup is not None and warmup >= steps:
+            raise UserError(f"optim.warmup_steps={warmup} must be less than train.steps_per_phase={steps}; lower it")
+        if self.shard_documents < self.train.batch_documents:
+            raise UserError(
+                f"data.shard_documents={self.shard_documents} is less than train.batch_documents="
+                f"{self.train.batch_documents}; raise it"
+            )
 
     @property
     def shard_documents(self) -> int:
         """Documents of the fixed shard: one phase's worth unless the config says otherwise."""
-        return self.data.shard_documents or self.train.batch_documents * self.train.steps_per_phase
+        whole_phase = self.train.batch_documents * self.train.steps_per_phase
+        return whole_phase if self.data.shard_documents is None else self.data.shard_documents
 
     def phases(self, arm: str) -> list[Phase]:
         curriculum = CURRICULA[parse_arm(arm).curriculum]
@@ -111,11 +119,12 @@ def parse_arm(name: str) -> Arm:
 
 @dataclass(frozen=True)
 class Facts:
-    """What the fingerprints need to know of teacher and text."""
+    """What the fingerprints need to know of teacher, text and machine."""
 
     teacher: str
     shards: tuple[str, ...]
     held_out: str
+    device: str
 
 
 @dataclass
@@ -172,6 +181,7 @@ def _phase_run(study: Study, facts: Facts, arm: str, seed: int, phases: list[Pha
         "numerics": {
             "batch_documents": train.batch_documents,
             "micro_tokens": train.micro_tokens,
+            "device": facts.device,
             "dtype": train.dtype,
             "threads": train.threads,
             "teacher_dtype": study.teacher.dtype,
@@ -226,15 +236,10 @@ class Workspace:
     def is_done(self, key: str) -> bool:
         return (self.node(key) / "done.json").exists()
 
-    @contextmanager
-    def locked(self) -> Iterator[None]:
-        self.root.mkdir(parents=True, exist_ok=True)
-        with (self.root / ".lock").open("w") as handle:
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                raise UserError(f"{self.root} is in use by another depthgrow process; wait for it or stop it") from None
-            yield
+    def locked(self) -> AbstractContextManager[None]:
+        return locked(
+            self.root / ".lock", f"{self.root} is in use by another depthgrow process; wait for it or stop it"
+        )
 
     def claim(self, study: Study) -> None:
         """Refuse a folder made with another config. Other arms and more seeds of the same study are welcome."""
@@ -248,13 +253,30 @@ class Workspace:
                         "choose another --out or keep the value"
                     )
 
-    def record(self, study: Study, tree: Tree) -> None:
-        """Write study.json; arms and seeds of earlier calls stay in it."""
+    def record(self, study: Study, tree: Tree, facts: Facts) -> None:
+        """Write study.json; arms and seeds of earlier calls stay in it.
+
+        Raises:
+            UserError: those were made with another teacher, other documents or on another kind of device.
+        """
         path = self.root / "study.json"
-        arms: dict[str, dict[str, list[str]]] = read_json(path)["arms"] if path.exists() else {}
+        now = json.loads(json.dumps(asdict(facts)))
+        arms: dict[str, dict[str, list[str]]] = {}
+        if path.exists():
+            earlier = read_json(path)
+            arms = earlier["arms"]
+            for name, value in earlier["facts"].items():
+                shared = min(len(value), len(now[name]))
+                if value[:shared] != now[name][:shared]:
+                    raise UserError(
+                        f"{self.root} was made with another {name.replace('_', '-')} ({value}) than is found now "
+                        f"({now[name]}): its arms could not be compared with new ones; choose another --out"
+                    )
+            now["shards"] = max(now["shards"], earlier["facts"]["shards"], key=len)
         for (arm, seed), keys in tree.paths.items():
             arms.setdefault(arm, {})[str(seed)] = keys
-        write_json(path, {"format": 1, "config": to_dict(study), "arms": arms})
+        whole = replace(study, arms=tuple(arms), seeds=max(len(seeds) for seeds in arms.values()))
+        write_json(path, {"format": 1, "config": to_dict(whole), "facts": now, "arms": arms})
 
 
 def load_study(root: Path) -> tuple[Study, dict[str, dict[str, list[str]]]]:
@@ -263,8 +285,5 @@ def load_study(root: Path) -> tuple[Study, dict[str, dict[str, list[str]]]]:
     Raises:
         UserError: the folder holds no study.
     """
-    path = root / "study.json"
-    if not path.exists():
-        raise UserError(f"{root} holds no study (no study.json); run: depthgrow study RECIPE --out {root}")
-    record = read_json(path)
+    record = read_study(root)
     return from_dict(Study, record["config"]), record["arms"]

@@ -28,7 +28,7 @@ from depthgrow.ledger import Flops, causal_pairs
 from depthgrow.metrics import MetricsLog, read_metrics
 from depthgrow.optim import NamedAdamW, OptimConfig, learning_rate
 from depthgrow.runtime import Stop, Stopped, environment, pick_device, torch_dtype
-from depthgrow.student import Student, StudentConfig
+from depthgrow.student import PLACEMENTS, Student, StudentConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +64,8 @@ class TrainConfig:
             if getattr(self, name) < 1:
                 raise UserError(f"train.{name}={getattr(self, name)} must be at least 1")
         torch_dtype(self.dtype)
+        if self.jobs < 0:
+            raise UserError(f"train.jobs={self.jobs} must be at least 0 (0: as many as the cores allow)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -216,6 +218,7 @@ def run_phase(
     flops = Flops.of(materials.arch)
     depth = phase.active * run.student.layers_per_block
     trained = depth if phase.trainable == "all" else run.student.layers_per_block
+    passed = depth - trained if PLACEMENTS[run.placement].boundary == "entry" else 0  # the entry norm trains
     pending: list[dict[str, Any]] = []
     clock = time.perf_counter()
     since = (clock, 0)
@@ -281,7 +284,7 @@ def run_phase(
         counted["tokens"] += num_targets
         counted["active_layer_tokens"] += num_targets * depth
         counted["flops"] += flops.train_step(
-            num_targets, pairs, depth, trained, distilled=materials.train_targets is not None
+            num_targets, pairs, depth, trained, passed=passed, distilled=materials.train_targets is not None
         )
         done = step + 1
         if done % train.log_every == 0:
@@ -303,6 +306,8 @@ def run_phase(
     write_json(folder / "diagnostics.json", findings)
     consumed = consumed_documents(run.phases, materials.batches)
     targets_of = materials.batches.documents.num_targets
+    if not any(record["kind"] == "eval" and record["step"] == phase.steps for record in read_metrics(log.path)):
+        evaluation(phase.steps)  # a power failure took the lines that the checkpoint outlived
     last = [record for record in read_metrics(log.path) if record["kind"] == "eval"][-1]
     write_json(
         folder / "done.json",

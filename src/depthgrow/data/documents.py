@@ -1,6 +1,6 @@
 """Corpora: documents one by one, with where they come from and under which licence.
 
-A corpus is named by a short text: ``wiki`` | ``docstrings`` | ``docstrings:stdlib,numpy`` | ``hf:NAME[:CONFIG[:SPLIT]]``
+A corpus is named by a short text: ``wiki`` | ``docstrings`` | ``docstrings:stdlib+numpy`` | ``hf:NAME[:CONFIG[:SPLIT]]``
 | a path to a .txt, .jsonl or .parquet file or to a folder of them. To add one, write a function that returns a
 `Corpus` and name it in `open_corpus`.
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import importlib.metadata
 import json
+import re
 import sys
 import sysconfig
 from collections.abc import Callable, Iterator
@@ -56,8 +57,10 @@ def open_corpus(spec: str) -> Corpus:
     if spec == "wiki":
         return wiki()
     if kind == "docstrings":
-        return docstrings(tuple(part for part in rest.split(",") if part))
+        return docstrings(tuple(part for part in re.split("[+,]", rest) if part))
     if kind == "hf":
+        if rest.count(":") > 2:
+            raise UserError(f"corpus {spec!r}: write hf:NAME, hf:NAME:CONFIG or hf:NAME:CONFIG:SPLIT")
         return hub(*rest.split(":"))
     if Path(spec).exists():
         return local(Path(spec))
@@ -175,6 +178,7 @@ def _read_jsonl(path: Path) -> Iterator[str]:
                 value = json.loads(line)
                 if not isinstance(value, dict) or not isinstance(value.get("text"), str):
                     raise ValueError(f"line {number} has no text field 'text'")
+                value["text"].encode()  # a lone surrogate is no text: UnicodeEncodeError, a ValueError
                 yield value["text"]
 
 
@@ -196,14 +200,15 @@ def hub(name: str = "", config: str = "", split: str = "train") -> Corpus:
         import datasets
 
         try:
-            stream = datasets.load_dataset(name, config or None, split=split, streaming=True)
+            for row in datasets.load_dataset(name, config or None, split=split, streaming=True):
+                if "text" not in row:
+                    raise UserError(f"corpus hf:{name} has no column 'text' (columns: {', '.join(row)})")
+                yield row["text"]
+        except UserError:
+            raise
         except Exception as error:  # the library raises many kinds, none of them ours
             reason = " ".join(str(error).split())[:200]
-            raise UserError(f"corpus hf:{name} cannot be opened ({type(error).__name__}: {reason})") from None
-        for row in stream:
-            if "text" not in row:
-                raise UserError(f"corpus hf:{name} has no column 'text' (columns: {', '.join(row)})")
-            yield row["text"]
+            raise UserError(f"corpus hf:{name} cannot be read ({type(error).__name__}: {reason})") from None
 
     licence = "ODC-By 1.0" if name == "HuggingFaceFW/fineweb-edu" else "see the dataset's card"
     return Corpus(

@@ -11,7 +11,7 @@ import json
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from depthgrow.config import fingerprint
 from depthgrow.data.documents import Corpus, open_corpus
-from depthgrow.files import UserError, read_json, require_space, write_json
+from depthgrow.files import UserError, locked, read_json, require_space, write_json
 
 HELD_OUT_PERMILLE = 50
 BATCH = 512  # documents handed to the tokenizer at a time
@@ -50,6 +50,8 @@ class DataConfig:
             raise UserError("data.corpora is empty; name at least one corpus, for example wiki")
         if not 2 <= self.min_tokens <= self.max_tokens:
             raise UserError(f"data.min_tokens={self.min_tokens} must lie between 2 and max_tokens={self.max_tokens}")
+        if self.shard_documents is not None and self.shard_documents < 1:
+            raise UserError(f"data.shard_documents={self.shard_documents} must be at least 1, or none")
         if self.held_out_documents < 2:
             raise UserError(f"data.held_out_documents={self.held_out_documents} must be at least 2")
 
@@ -72,7 +74,7 @@ class TokenizedDocuments:
         return np.diff(self.offsets) - 1
 
     @classmethod
-    def from_lists(cls, documents: list[list[int]]) -> TokenizedDocuments:
+    def from_lists(cls, documents: Sequence[Any]) -> TokenizedDocuments:
         lengths = [len(document) for document in documents]
         ids = np.concatenate([np.asarray(document, dtype=np.int32) for document in documents])
         offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
@@ -164,8 +166,9 @@ def prepare_tokens(config: DataConfig, tokenizer: Any, cache: Path, *, train_doc
         "held_out_permille": HELD_OUT_PERMILLE,
     }
     folder = cache / "tokens" / fingerprint(identity)
-    if not (folder / "info.json").exists():
-        _build(config, corpora, tokenizer, folder, identity, train_documents)
+    with locked(folder.with_suffix(".lock")):
+        if not (folder / "info.json").exists():
+            _build(config, corpora, tokenizer, folder, identity, train_documents)
     info = read_json(folder / "info.json")
     return TokenSet(
         TokenizedDocuments.load(folder / "train", info["train"]["content_hash"]),
@@ -209,8 +212,8 @@ def _build(
         raise UserError("a streamed corpus has no end; set data.shard_documents")
     start, end = boundary_ids(config, tokenizer)
     budget = config.max_tokens - len(start) - len(end)
-    train: list[list[int]] = []
-    held_out: list[list[int]] = []
+    train: list[NDArray[np.int32]] = []
+    held_out: list[NDArray[np.int32]] = []
     text_hash = hashlib.sha256()
     num_characters = 0
     wanted = sys.maxsize if train_documents is None else train_documents
@@ -222,7 +225,7 @@ def _build(
             target, limit = (held_out, config.held_out_documents) if is_held_out(text) else (train, wanted)
             document = start + ids[:budget] + end
             if len(target) < limit and len(document) >= config.min_tokens:
-                target.append(document)
+                target.append(np.asarray(document, dtype=np.int32))
                 if target is train:
                     text_hash.update(text.encode() + b"\0")
                     num_characters += len(text)
@@ -252,7 +255,7 @@ def _build(
         )
     if not train:
         raise UserError(f"corpus {names} has no training document{skipped}")
-    highest = max(max(document) for document in train + held_out)
+    highest = max(int(document.max()) for document in train + held_out)
     if highest >= len(tokenizer):
         raise UserError(f"the tokenizer gave id {highest} but has {len(tokenizer)} tokens: it is damaged")
 

@@ -38,10 +38,10 @@ def laptop() -> Study:
     return Study(
         name="laptop",
         teacher=TeacherConfig(source="laptop"),
-        data=DataConfig(corpora=("wiki",), max_tokens=512, held_out_documents=256, start_token="<|endoftext|>"),
+        data=DataConfig(corpora=("wiki",), max_tokens=512, held_out_documents=256),
         optim=OptimConfig(peak_lr=1e-3, min_lr=1e-5, warmup_steps=100),
         train=TrainConfig(
-            steps_per_phase=400, batch_documents=8, micro_tokens=2048, eval_every=100, checkpoint_every=50, log_every=10
+            steps_per_phase=400, batch_documents=8, micro_tokens=4096, eval_every=100, checkpoint_every=50, log_every=10
         ),
     )
 
@@ -99,9 +99,9 @@ def load_recipe(name: str) -> Study:
     if path.suffix in (".yaml", ".yml"):
         try:
             values = yaml.safe_load(path.read_text())
-        except (yaml.YAMLError, UnicodeDecodeError) as error:
+        except (yaml.YAMLError, UnicodeDecodeError, IsADirectoryError) as error:
             raise UserError(f"recipe file {name}: {' '.join(str(error).split())}") from None
-        if not isinstance(values, dict) or "recipe" not in values:
+        if not isinstance(values, dict) or not isinstance(values.get("recipe"), str):
             raise UserError(
                 f"recipe file {name} must be a mapping with a key 'recipe' that names the recipe it starts from"
             )

@@ -25,11 +25,9 @@ def laptop_teacher() -> Pretrain:
             max_positions=2048,
         ),
         data=DataConfig(
-            corpora=("wiki", "docstrings:stdlib,numpy"),
+            corpora=("wiki", "docstrings:stdlib+numpy"),
             max_tokens=512,
             held_out_documents=400,
-            start_token="<|endoftext|>",
-            end_token="<|endoftext|>",
         ),
         optim=OptimConfig(peak_lr=3e-3, min_lr=3e-5, warmup_steps=200, beta2=0.98, weight_decay=0.05, clip_norm=1.0),
         train=TrainConfig(

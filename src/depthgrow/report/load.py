@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from depthgrow.files import UserError, read_json
+from depthgrow.files import UserError, read_json, read_study
 from depthgrow.metrics import read_metrics
 
 
@@ -91,9 +91,7 @@ def load_study_files(root: Path) -> StudyFiles:
     Raises:
         UserError: there is no study in it.
     """
-    if not (root / "study.json").exists():
-        raise UserError(f"{root} holds no study (no study.json); run: depthgrow study RECIPE --out {root}")
-    record = read_json(root / "study.json")
+    record = read_study(root)
     phases: dict[str, Phase | None] = {}
     runs = {}
     for arm, seeds in record["arms"].items():

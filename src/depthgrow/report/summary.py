@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from depthgrow.files import UserError
 from depthgrow.report import paper
 from depthgrow.report.load import Run, StudyFiles
 from depthgrow.report.statistics import Estimate, mean_over_seeds, paired_bootstrap
@@ -71,6 +72,10 @@ def _estimate(study: StudyFiles, contrast: Mapping[str, float], quantity: str = 
     sums = {arm: mean_over_seeds([final[quantity] for final in found]) for arm, found in finals.items()}
     if any(not np.isfinite(value).all() for value in sums.values()):
         return None
+    if any(not np.array_equal(final["tokens"], tokens) for found in finals.values() for final in found):
+        raise UserError(
+            f"{study.root}: {', '.join(contrast)} were evaluated on different documents; delete it and run again"
+        )
     return paired_bootstrap(tokens, sums, contrast)
 
 
@@ -81,13 +86,14 @@ def _as_dict(estimate: Estimate | None) -> dict[str, float] | None:
 def _arm(study: StudyFiles, arm: str) -> dict[str, Any]:
     seeds = study.complete_seeds(arm)
     finals = [study.runs[arm, seed].phases[-1].done["final"] for seed in seeds]
-    mean = {name: float(np.mean([final[name] for final in finals])) for name in finals[0]}
+    # null stands for a number that was not finite: the mean is none either
+    mean = {name: float(np.mean([np.nan if f[name] is None else f[name] for f in finals])) for name in finals[0]}
     layers = study.runs[arm, seeds[0]].phases[-1].active * study.config["student"]["layers_per_block"]
     return mean | {
         "ce": _as_dict(_estimate(study, {arm: 1.0})) or {"value": mean["ce"], "low": mean["ce"], "high": mean["ce"]},
         "layers": layers,
         "seeds": seeds,
-        "valid": bool(np.isfinite(mean["ce"])),
+        "valid": _estimate(study, {arm: 1.0}) is not None,
         "paper_ce": paper.CE.get(arm),
         "parameters": study.runs[arm, seeds[0]].phases[-1].done["parameters"],
     }
@@ -97,7 +103,8 @@ def _delta(study: StudyFiles, post: str, pre: str) -> dict[str, Any]:
     estimate = _estimate(study, {post: 1.0, pre: -1.0})
     curriculum = post.partition("-")[2]
     reference = paper.SINGLE_DELTA if curriculum == "single" else paper.DELTA.get(curriculum)
-    return {"estimate": _as_dict(estimate), "valid": estimate is not None, "paper": reference}
+    seeds = study.complete_seeds(post, pre)
+    return {"estimate": _as_dict(estimate), "valid": estimate is not None, "paper": reference, "seeds": seeds}
 
 
 def _interaction(study: StudyFiles) -> dict[str, Any] | None:
@@ -199,10 +206,8 @@ def sentence(study: StudyFiles, deltas: dict[str, Any]) -> str:
         else:
             verdict = f"the opposite sign of the paper's {paper.INTERACTION:+.3f}"
         text += f". The interaction is {estimate.value:+.3f} ± {estimate.half_width:.3f}, {verdict}"
-    seeds = study.seeds
-    basis = (
-        "one seed: how far another initialisation would move it is not measured"
-        if len(seeds) == 1
-        else (f"averaged over {len(seeds)} seeds")
-    )
+    counts = sorted({len(deltas[name]["seeds"]) for name in ("grow", "joint", "freeze") if name in deltas})
+    basis = "one seed: how far another initialisation would move it is not measured"
+    if counts != [1]:
+        basis = f"averaged over {' or '.join(map(str, counts))} seeds"
     return f"{text[0].upper()}{text[1:]} (95 % over held-out documents; {basis})."

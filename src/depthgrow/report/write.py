@@ -73,7 +73,7 @@ def _provenance(summary: dict[str, Any]) -> list[tuple[str, str]]:
         rows.append(
             (
                 "teacher",
-                f"{teacher['source']}: {teacher['parameters']:,} parameters, weights {teacher['weights_hash']}, {origin}",
+                f"{teacher['source']}: {teacher['parameters']:,} parameters, fingerprint {teacher['fingerprint']}, {origin}",
             )
         )
         rows.append(("teacher's held-out CE", f"{teacher['held_out']['ce']:.4f} nats per token"))

@@ -10,6 +10,7 @@ the rows against their checksum; the documents themselves are fixed by the conte
 
 from __future__ import annotations
 
+import os
 import zlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -25,7 +26,7 @@ from torch import Tensor
 from depthgrow.config import fingerprint
 from depthgrow.data.batches import MicroBatch, group_by_length, pack
 from depthgrow.data.tokens import TokenizedDocuments
-from depthgrow.files import UserError, read_json, require_space, write_json
+from depthgrow.files import UserError, locked, read_json, require_space, write_json
 from depthgrow.head_loss import TeacherTargets
 from depthgrow.runtime import Stop, Stopped
 from depthgrow.teacher.live import LiveTeacher
@@ -50,6 +51,7 @@ class TargetCache:
     hidden: Any
     checksums: NDArray[np.int64]
     starts: NDArray[np.int64]
+    micro_tokens: int
     first: int = 0
 
     @property
@@ -59,8 +61,6 @@ class TargetCache:
     def fill(
         self,
         teacher: LiveTeacher,
-        micro_tokens: int,
-        device: torch.device,
         stop: Stop,
         progress: Callable[[int, int], None],
         *,
@@ -70,16 +70,21 @@ class TargetCache:
 
         Args:
             workers: threads that each run a group of documents; the rows do not depend on how many.
+            Another process that fills the same cache is waited for, and what it has done is not done again.
 
         Raises:
             Stopped: a signal came; what was computed is kept.
         """
+        with locked(self.folder.with_suffix(".lock")):
+            self.checksums = np.load(self.folder / "checksums.npy", allow_pickle=False)
+            self._fill(teacher, stop, progress, workers)
 
+    def _fill(self, teacher: LiveTeacher, stop: Stop, progress: Callable[[int, int], None], workers: int) -> None:
         def compute(group: list[int]) -> tuple[list[int], NDArray[Any]]:
-            batch = pack(self.documents, group).to(device)
+            batch = pack(self.documents, group).to(teacher.model.device)
             return group, _to_numpy(teacher.hidden(batch.ids_N, batch.lengths))
 
-        groups = list(group_by_length(self.documents, self.missing, micro_tokens))
+        groups = list(group_by_length(self.documents, self.missing, self.micro_tokens))
         done = len(self.checksums) - len(self.missing)
         threads = torch.get_num_threads()
         with ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(threads,)) as pool:
@@ -145,7 +150,12 @@ def cache_size(documents: TokenizedDocuments, hidden_size: int, dtype: torch.dty
 
 
 def open_cache(
-    root: Path, teacher: LiveTeacher, documents: TokenizedDocuments, dtype: torch.dtype, first: int = 0
+    root: Path,
+    teacher: LiveTeacher,
+    documents: TokenizedDocuments,
+    dtype: torch.dtype,
+    micro_tokens: int,
+    first: int = 0,
 ) -> TargetCache:
     """The cache of (teacher, documents, dtype) under ``root``: found, or made empty.
 
@@ -154,17 +164,34 @@ def open_cache(
     """
     identity = {
         "format": 1,
-        "teacher": teacher.identity["weights"],
+        "teacher": teacher.fingerprint,
         "documents": documents.content_hash,
         "dtype": str(dtype),
+        "computed": [str(teacher.model.device.type), micro_tokens],  # other rectangles, other rounding
         "shape": [int(documents.num_targets.sum()), teacher.arch.hidden_size],
     }
     folder = root / "teacher" / fingerprint(identity)
+    with locked(folder.with_suffix(".lock")):
+        return _open(folder, identity, teacher, documents, dtype, micro_tokens, first)
+
+
+def _open(
+    folder: Path,
+    identity: dict[str, Any],
+    teacher: LiveTeacher,
+    documents: TokenizedDocuments,
+    dtype: torch.dtype,
+    micro_tokens: int,
+    first: int,
+) -> TargetCache:
     hidden_path, checksum_path = folder / "hidden.npy", folder / "checksums.npy"
     if not (folder / "info.json").exists():
         require_space(folder, cache_size(documents, teacher.arch.hidden_size, dtype), "the teacher cache")
         kind = np.dtype(np.uint16) if dtype == torch.bfloat16 else np.dtype(str(dtype).removeprefix("torch."))
         np.lib.format.open_memmap(hidden_path, mode="w+", dtype=kind, shape=tuple(identity["shape"])).flush()
+        if hasattr(os, "posix_fallocate"):  # a sparse file would fail later, at a write through the map
+            with hidden_path.open("r+b") as stream:
+                os.posix_fallocate(stream.fileno(), 0, hidden_path.stat().st_size)
         np.save(checksum_path, np.full(len(documents), -1, dtype=np.int64))
         write_json(folder / "info.json", identity)
     if read_json(folder / "info.json") != identity:
@@ -177,4 +204,4 @@ def open_cache(
     starts = np.concatenate([[0], np.cumsum(documents.num_targets)])
     if list(hidden.shape) != identity["shape"] or len(checksums) != len(documents):
         raise UserError(f"teacher cache {folder} is truncated; delete it and run again")
-    return TargetCache(folder, documents, teacher.head_VD, hidden, checksums, starts, first)
+    return TargetCache(folder, documents, teacher.head_VD, hidden, checksums, starts, micro_tokens, first)

@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from depthgrow.architecture import Architecture
+from depthgrow.config import fingerprint, to_dict
 from depthgrow.data.batches import MicroBatch
 from depthgrow.files import UserError, sha256_file
 from depthgrow.head_loss import TeacherTargets
@@ -22,13 +23,13 @@ from depthgrow.head_loss import TeacherTargets
 class LiveTeacher:
     """The teacher's model, tokenizer and shapes. Vocabulary rows that no token uses are dropped, from head and embedding.
 
-    identity: what tells this teacher from another (its config and weights), for fingerprints.
+    fingerprint: what tells this teacher from another: its shapes and its weights.
     """
 
     model: Any
     tokenizer: Any
     arch: Architecture
-    identity: dict[str, Any]
+    fingerprint: str
 
     @classmethod
     def load(cls, source: str | Path, dtype: torch.dtype, device: torch.device) -> LiveTeacher:
@@ -43,6 +44,10 @@ class LiveTeacher:
         except (OSError, ValueError) as error:
             reason = " ".join(str(error).split())[:160]
             raise UserError(f"teacher {str(source)!r} cannot be loaded: {reason}") from None
+        if getattr(config, "auto_map", None):
+            raise UserError(
+                f"teacher {str(source)!r} needs code of its own (auto_map in its config), which is never run"
+            )
         rows, used = config.vocab_size, len(tokenizer)
         if used > rows:
             raise UserError(
@@ -64,7 +69,7 @@ class LiveTeacher:
                 f"teacher {str(source)!r}: {len(absent)} tensors are missing or misshapen, first {absent[0]}"
             )
         model.requires_grad_(False).eval().to(device)
-        return cls(model, tokenizer, arch, {"config": config.to_diff_dict(), "weights": _weights_hash(model, source)})
+        return cls(model, tokenizer, arch, fingerprint([to_dict(arch), _weights_hash(model, source)]))
 
     @property
     def head_VD(self) -> Tensor:

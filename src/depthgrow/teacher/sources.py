@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import os
 import shutil
 import tempfile
 from pathlib import Path
@@ -72,7 +71,6 @@ def prepare_smollm2() -> Path:
             f"{SMOLLM2_PACKAGE}=={SMOLLM2_VERSION}"
         )
     require_space(target.parent, 600 * 2**20, "the converted teacher")
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
     model = AutoModelForCausalLM.from_pretrained(
