@@ -12,7 +12,7 @@ import pytest
 
 from conftest import Silent, StopAt
 from depthgrow.files import UserError
-from depthgrow.report.statistics import Estimate, paired_bootstrap
+from depthgrow.report.statistics import Estimate, across_seeds, paired_bootstrap
 from depthgrow.report.write import write_report
 from depthgrow.runner import run_study
 
@@ -51,17 +51,55 @@ def test_pairing_removes_what_documents_have_in_common():
 def test_coverage_of_the_interval_on_synthetic_data():
     rng = np.random.default_rng(3)
     covered = 0
-    for _ in range(300):
+    for _ in range(1000):
         tokens = rng.integers(20, 200, 150)
         losses = tokens * rng.normal(-0.03, 0.2, 150)
-        estimate = paired_bootstrap(tokens, {"d": losses}, {"d": 1.0}, draws=600)
+        estimate = paired_bootstrap(tokens, {"d": losses}, {"d": 1.0}, draws=500)
         covered += estimate.low <= -0.03 <= estimate.high
-    assert 0.90 <= covered / 300 <= 0.985
+    assert 0.93 <= covered / 1000 <= 0.97
 
 
 def test_a_missing_loss_makes_the_comparison_invalid_not_smaller():
     with pytest.raises(ValueError, match="invalid comparison"):
         paired_bootstrap(np.array([1, 1]), {"a": np.array([1.0, np.nan])}, {"a": 1.0})
+
+
+def test_interval_across_seeds_by_hand():
+    found = across_seeds([0.01, 0.02, 0.06])
+    std = np.std([0.01, 0.02, 0.06], ddof=1)
+    assert found.mean == pytest.approx(0.03)
+    assert found.high - found.mean == pytest.approx(4.302653 * std / 3**0.5, rel=1e-6)  # t(0.975, 2)
+    assert (found.negative, found.positive) == (0, 3)
+    half = [12.7062, 4.302653, 3.182446, 2.776445]  # t(0.975, 1 .. 4)
+    tight = across_seeds([0.0, 0.004], target=0.005)
+    enough = [n for n, t in zip((2, 3, 4, 5), half, strict=True) if t * tight.std / n**0.5 <= 0.005]
+    assert tight.needed == enough[0]
+    with pytest.raises(ValueError, match="at least two"):
+        across_seeds([1.0])
+    with pytest.raises(ValueError, match="not finite"):
+        across_seeds([1.0, float("nan")])
+
+
+def test_coverage_across_seeds():
+    rng = np.random.default_rng(5)
+    found = [across_seeds(rng.normal(-0.03, 0.01, 5), target=1.0) for _ in range(1000)]
+    assert 0.93 <= np.mean([f.low <= -0.03 <= f.high for f in found]) <= 0.97
+
+
+def test_seeds_in_the_report(mini, tmp_path):
+    study = replace(mini, arms=("pre-single", "post-single"), seeds=3)
+    run(study, tmp_path)
+    write_report(tmp_path)
+    summary = json.loads((tmp_path / "report" / "report.json").read_text())
+    record = json.loads((tmp_path / "study.json").read_text())["arms"]
+
+    def ce(arm, seed):
+        return json.loads((tmp_path / "nodes" / record[arm][str(seed)][-1] / "done.json").read_text())["final"]["ce"]
+
+    values = [ce("post-single", s) - ce("pre-single", s) for s in (42, 43, 44)]
+    assert summary["across_seeds"]["Δ single"]["values"] == pytest.approx(values)
+    assert summary["deltas"]["single"]["estimate"]["value"] == pytest.approx(np.mean(values), rel=1e-6)
+    assert (tmp_path / "report" / "tables" / "across_seeds.csv").exists()
 
 
 def test_zero_is_excluded_only_when_it_is():

@@ -1,8 +1,8 @@
-"""Uncertainty: a paired bootstrap over held-out documents.
+"""Uncertainty: a paired bootstrap over held-out documents within a seed, a t-interval across seeds.
 
 A mean by token is a ratio of sums over documents, so documents are resampled and the ratio is formed anew; arms are
 paired by drawing the same documents for all of them. The interval says how far the result depends on which documents
-were held out. It says nothing of seeds.
+were held out. It says nothing of seeds; `across_seeds` does, from one value a seed.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy import stats
 
 DRAWS = 10_000
 
@@ -66,6 +67,42 @@ def paired_bootstrap(
         values[start : start + size] = (times @ combined) / (times @ tokens)
     low, high = np.quantile(values, [0.025, 0.975])
     return Estimate(float(combined.sum() / tokens.sum()), float(low), float(high))
+
+
+@dataclass(frozen=True)
+class SeedSummary:
+    """One contrast over seeds, in nats per token: mean, 95 % t-interval, sample std, how many seeds fall on each side of
+    zero, and how many would make the interval's half-width ``target``."""
+
+    values: list[float]
+    mean: float
+    low: float
+    high: float
+    std: float
+    negative: int
+    positive: int
+    target: float
+    needed: int
+
+
+def across_seeds(values: Sequence[float], *, target: float = 0.005) -> SeedSummary:
+    """mean +- t(0.975, n-1) * std / sqrt(n), for values that differ by seed only.
+
+    Raises:
+        ValueError: fewer than two values, or one that is not finite.
+    """
+    array = np.asarray(values, dtype=float)
+    if len(array) < 2:
+        raise ValueError("an interval across seeds needs at least two seeds")
+    if not np.isfinite(array).all():
+        raise ValueError("invalid comparison: a seed's value is not finite")
+    mean, std, count = float(array.mean()), float(array.std(ddof=1)), len(array)
+    half = float(stats.t.ppf(0.975, count - 1)) * std / count**0.5
+    needed = 2
+    while needed < 10_000 and stats.t.ppf(0.975, needed - 1) * std / needed**0.5 > target:
+        needed += 1
+    sides = (int((array < 0).sum()), int((array > 0).sum()))
+    return SeedSummary([float(v) for v in array], mean, mean - half, mean + half, std, *sides, target, needed)
 
 
 def mean_over_seeds(arrays: Sequence[NDArray[np.float64]]) -> NDArray[np.float64]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -11,9 +12,10 @@ from numpy.typing import NDArray
 from depthgrow.files import UserError
 from depthgrow.report import paper
 from depthgrow.report.load import Run, StudyFiles
-from depthgrow.report.statistics import Estimate, mean_over_seeds, paired_bootstrap
+from depthgrow.report.statistics import Estimate, across_seeds, mean_over_seeds, paired_bootstrap
 
 SCHEMA = 1
+INTERACTION = {"post-grow": 1.0, "pre-grow": -1.0, "post-joint": -1.0, "pre-joint": 1.0}
 
 
 def summarise(study: StudyFiles) -> dict[str, Any]:
@@ -31,6 +33,7 @@ def summarise(study: StudyFiles) -> dict[str, Any]:
         "arms": arms,
         "deltas": deltas,
         "interaction": _interaction(study),
+        "across_seeds": _across_seeds(study),
         "ce_per_phase": _ce_per_phase(study),
         "validation_curves": {arm: _curve(study.runs[arm, study.seeds[0]]) for arm in study.arms},
         "diagnostics": {arm: _diagnostics(study.runs[arm, study.complete_seeds(arm)[0]]) for arm in arms},
@@ -108,11 +111,27 @@ def _delta(study: StudyFiles, post: str, pre: str) -> dict[str, Any]:
 
 
 def _interaction(study: StudyFiles) -> dict[str, Any] | None:
-    contrast = {"post-grow": 1.0, "pre-grow": -1.0, "post-joint": -1.0, "pre-joint": 1.0}
-    if not study.complete_seeds(*contrast):
+    if not study.complete_seeds(*INTERACTION):
         return None
-    estimate = _estimate(study, contrast)
+    estimate = _estimate(study, INTERACTION)
     return {"estimate": _as_dict(estimate), "valid": estimate is not None, "paper": paper.INTERACTION}
+
+
+def _across_seeds(study: StudyFiles) -> dict[str, Any]:
+    """Each difference and the interaction, one value a seed; only where two seeds or more are finished and finite."""
+    contrasts: dict[str, dict[str, float]] = {
+        f"Δ {c}": {f"post-{c}": 1.0, f"pre-{c}": -1.0} for c in ("joint", "grow", "freeze", "single")
+    }
+    contrasts["interaction"] = dict(INTERACTION)
+    found = {}
+    for name, contrast in contrasts.items():
+        values = []
+        for seed in study.complete_seeds(*contrast):
+            finals = {arm: study.runs[arm, seed].phases[-1].done["final"]["ce"] for arm in contrast}
+            values.append(sum(w * finals[a] if finals[a] is not None else np.nan for a, w in contrast.items()))
+        if len(values) >= 2 and np.isfinite(values).all():
+            found[name] = asdict(across_seeds(values))
+    return found
 
 
 def _ce_per_phase(study: StudyFiles) -> list[dict[str, Any]]:
@@ -209,5 +228,5 @@ def sentence(study: StudyFiles, deltas: dict[str, Any]) -> str:
     counts = sorted({len(deltas[name]["seeds"]) for name in ("grow", "joint", "freeze") if name in deltas})
     basis = "one seed: how far another initialisation would move it is not measured"
     if counts != [1]:
-        basis = f"averaged over {' or '.join(map(str, counts))} seeds"
+        basis = f"averaged over {' or '.join(map(str, counts))} seeds; the spread between them is in its own table"
     return f"{text[0].upper()}{text[1:]} (95 % over held-out documents; {basis})."
