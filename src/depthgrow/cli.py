@@ -1,4 +1,4 @@
-"""The command line: ``depthgrow study | plan | ls | train | eval | export | report | prepare | pretrain | doctor``."""
+"""The command line; `depthgrow --help` lists the commands."""
 
 from __future__ import annotations
 
@@ -77,6 +77,14 @@ def _parser() -> _Parser:
     sub.add_argument("--model", help="a Hugging Face model folder with the study's tokenizer")
     sub.add_argument("--seed", type=int)
     sub.add_argument("--json", action="store_true")
+    sub = command("diagnose", "what each block is worth and sends on: of an arm, or of any Llama, Qwen2 or Qwen3 model")
+    sub.add_argument("target", help="a study folder, or a model folder or hub name (laptop: the shipped teacher)")
+    sub.add_argument("arm", nargs="?", help="an arm, when the target is a study folder")
+    sub.add_argument("--corpora", default="docstrings:stdlib", help="text for a model (default: docstrings:stdlib)")
+    sub.add_argument(
+        "--layers-per-block", type=int, default=1, help="layers of a model taken as one block (default: 1)"
+    )
+    sub.add_argument("--json", action="store_true")
     sub = command("export", "write an arm's final student as a Hugging Face model folder")
     sub.add_argument("study", type=Path)
     sub.add_argument("arm")
@@ -140,6 +148,10 @@ def _run(options: argparse.Namespace, rest: list[str]) -> int:
         return status.ls(options.study, as_json=options.json)
     if options.command == "eval":
         return arms.evaluate_arm(options.study, options.arm, options.model, options.seed, options.json)
+    if options.command == "diagnose":
+        return arms.diagnose_target(
+            options.target, options.arm, options.corpora, options.layers_per_block, options.json
+        )
     if options.command == "export":
         return arms.export_arm(options.study, options.arm, options.to, options.seed, options.dtype)
     return status.doctor()
