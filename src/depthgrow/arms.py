@@ -158,7 +158,9 @@ def as_student(teacher: LiveTeacher, layers_per_block: int) -> Student:
     return student.requires_grad_(False).to(teacher.model.device)
 
 
-def diagnose_target(target: str, arm: str | None, corpora: str, layers_per_block: int, as_json: bool) -> int:
+def diagnose_target(
+    target: str, arm: str | None, corpora: str, documents: int, layers_per_block: int, as_json: bool
+) -> int:
     """``depthgrow diagnose``: an arm of a study from its files, or any model folder or name; returns the exit code."""
     if (Path(target) / "study.json").exists():
         if arm is None:
@@ -170,12 +172,14 @@ def diagnose_target(target: str, arm: str | None, corpora: str, layers_per_block
         teacher = LiveTeacher.load(resolve_teacher(target), torch.float32, device)
         student = as_student(teacher, layers_per_block)
         data = DataConfig(
-            corpora=tuple(corpora.split(",")), max_tokens=min(2048, teacher.arch.max_positions), held_out_documents=64
+            corpora=tuple(corpora.split(",")),
+            max_tokens=min(2048, teacher.arch.max_positions),
+            held_out_documents=documents,
         )
-        documents = prepare_tokens(data, teacher.tokenizer, cache_root(), train_documents=1).held_out
+        held_out = prepare_tokens(data, teacher.tokenizer, cache_root(), train_documents=1).held_out
         train = TrainConfig()
         hidden = hidden_states(student, train, device)
-        found = diagnose(student, hidden, documents, micro_tokens=train.micro_tokens, device=device)
+        found = diagnose(student, hidden, held_out, micro_tokens=train.micro_tokens, device=device)
     if as_json:
         print(json.dumps(found, indent=1))
         return 0
