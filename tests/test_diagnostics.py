@@ -160,7 +160,7 @@ def test_a_hugging_face_model_is_read_exactly(shared, capsys):
     torch.testing.assert_close(student(ids, [20]), teacher.hidden(ids, [20]), rtol=1e-5, atol=1e-5)
     with pytest.raises(UserError, match="does not divide"):
         as_student(teacher, 2)
-    command = ["diagnose", str(shared.teacher), "--corpora", str(shared.corpus)]
+    command = ["diagnose", str(shared.teacher), "--corpora", str(shared.corpus), "--documents", "10"]
     assert main([*command, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert len(found["blocks"]) == 3

@@ -81,6 +81,7 @@ def _parser() -> _Parser:
     sub.add_argument("target", help="a study folder, or a model folder or hub name (laptop: the shipped teacher)")
     sub.add_argument("arm", nargs="?", help="an arm, when the target is a study folder")
     sub.add_argument("--corpora", default="docstrings:stdlib", help="text for a model (default: docstrings:stdlib)")
+    sub.add_argument("--documents", type=int, default=32, help="held-out documents of it to use (default: 32)")
     sub.add_argument(
         "--layers-per-block", type=int, default=1, help="layers of a model taken as one block (default: 1)"
     )
@@ -150,7 +151,7 @@ def _run(options: argparse.Namespace, rest: list[str]) -> int:
         return arms.evaluate_arm(options.study, options.arm, options.model, options.seed, options.json)
     if options.command == "diagnose":
         return arms.diagnose_target(
-            options.target, options.arm, options.corpora, options.layers_per_block, options.json
+            options.target, options.arm, options.corpora, options.documents, options.layers_per_block, options.json
         )
     if options.command == "export":
         return arms.export_arm(options.study, options.arm, options.to, options.seed, options.dtype)
