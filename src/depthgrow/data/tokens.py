@@ -246,7 +246,8 @@ def _build(
     if len(held_out) < config.held_out_documents:
         raise UserError(
             f"corpus {names} has {len(held_out)} held-out documents of at least {config.min_tokens} tokens, "
-            f"{config.held_out_documents} are wanted; lower --data.held_out_documents (of diagnose: --documents) or add text{skipped}"
+            f"{config.held_out_documents} are wanted; lower --data.held_out_documents (of diagnose: --documents) "
+            f"or add text{skipped}"
         )
     if train_documents is not None and len(train) < train_documents:
         raise UserError(
