@@ -144,7 +144,11 @@ def ce_per_phase(summary: dict[str, Any]) -> Table:
     ]
     signs = [r["delta"]["value"] < 0 for r in summary["ce_per_phase"]]
     crossing = next((i + 1 for i in range(1, len(signs)) if signs[i] != signs[i - 1]), None)
-    text = f"The ranking crosses over at phase {crossing}." if crossing else "The ranking does not cross over."
+    text = "The ranking does not cross over."
+    if crossing:
+        text = (
+            f"The ranking crosses over at phase {crossing}, to {'post' if signs[crossing - 1] else 'pre'}-norm ahead."
+        )
     return Table(
         "ce_per_phase",
         "CE after each growth phase",
