@@ -63,6 +63,14 @@ def test_mini_study_from_recipe_to_model(recipe, tmp_path):
     assert again.stdout == result.stdout
     listing = command("ls", out, "--json")
     assert {n["state"] for n in json.loads(listing.stdout)["nodes"].values()} == {"done"}
+    pipe = subprocess.run(
+        f"{sys.executable} -m depthgrow ls {out} | head -c 1; exit ${{PIPESTATUS[0]}}",
+        shell=True,
+        executable="/bin/bash",
+        capture_output=True,
+        text=True,
+    )
+    assert (pipe.returncode, pipe.stderr) == (0, "")
     more = command("train", recipe, "--arm", "pre-freeze", "--out", out)
     assert more.returncode == 0
     assert "2 left to run" in more.stderr

@@ -109,6 +109,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("depthgrow: interrupted", file=sys.stderr)
         return STOPPED
+    except BrokenPipeError:  # whoever read our output has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return DONE
     except (PermissionError, FileExistsError, NotADirectoryError, IsADirectoryError) as error:
         print(
             f"depthgrow: {error.filename}: {error.strerror}; choose another path or change its rights", file=sys.stderr
