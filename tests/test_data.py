@@ -207,7 +207,10 @@ def test_groups_hold_each_document_once_within_the_budget(lengths, budget):
 
 def test_batches_wrap_and_are_a_function_of_position():
     docs = documents([5] * 50)
-    make = lambda seed=1: Batches(docs, shard_documents=20, batch_documents=6, micro_tokens=64, seed=seed)  # noqa: E731
+
+    def make(seed=1):
+        return Batches(docs, shard_documents=20, batch_documents=6, micro_tokens=64, seed=seed)
+
     a, b = make(), make()
     stream = [i for t in range(10) for i in a.document_ids(DataPosition(0, t))]
     assert stream[:20] != list(range(20))

@@ -318,7 +318,10 @@ def test_optimizer_and_schedule_can_go_on_over_a_phase_boundary(mini, prepared, 
         parent = latest_checkpoint(folder / "checkpoints")
     final = latest_checkpoint(a / "checkpoints")
     assert tensors_equal(final.weights(), parent.weights())
-    moments = lambda c: {k: v for k, v in c.optimizer().items() if k.startswith("exp")}  # noqa: E731
+
+    def moments(checkpoint):
+        return {k: v for k, v in checkpoint.optimizer().items() if k.startswith("exp")}
+
     assert tensors_equal(moments(final), moments(parent))
 
 

@@ -123,17 +123,18 @@ def canonical(phases: Sequence[Phase]) -> list[Phase]:
     """
     result = []
     for index, phase in enumerate(phases):
-        values = {
-            "active": phase.active,
-            "steps": phase.steps,
-            "trainable": "all" if phase.active == 1 else phase.trainable,
-            "data": "continue" if index == 0 else phase.data,
-            "reset_optimizer": index == 0 or phase.reset_optimizer,
-            "restart_lr": index == 0 or phase.restart_lr,
-        }
         if index and phase.active < phases[index - 1].active:
             raise UserError(f"phase {index} has {phase.active} blocks, fewer than the phase before it")
-        result.append(Phase(**values))  # type: ignore[arg-type]
+        first = index == 0
+        result.append(
+            replace(
+                phase,
+                trainable="all" if phase.active == 1 else phase.trainable,
+                data="continue" if first else phase.data,
+                reset_optimizer=first or phase.reset_optimizer,
+                restart_lr=first or phase.restart_lr,
+            )
+        )
     return result
 
 

@@ -258,8 +258,8 @@ class Student(nn.Module):
                 torch.arange(size, device=weight.device).float(), self.rope_frequency_h.to(weight.device)
             )
             angle_Td = torch.cat((angle_Th, angle_Th), dim=-1)
-            self._rope = tuple((f(angle_Td) * self._rope_factor).to(weight.dtype) for f in (torch.cos, torch.sin))  # type: ignore[assignment]
-        assert self._rope is not None
+            cos_Td, sin_Td = (f(angle_Td) * self._rope_factor for f in (torch.cos, torch.sin))
+            self._rope = (cos_Td.to(weight.dtype), sin_Td.to(weight.dtype))
         return Layout(lengths, *self._rope)
 
     def forward(self, ids_N: Tensor, lengths: Sequence[int]) -> Tensor:
