@@ -87,7 +87,7 @@ def test_coverage_across_seeds():
 
 
 def test_seeds_in_the_report(mini, tmp_path):
-    study = replace(mini, arms=("pre-single", "post-single"), seeds=3)
+    study = replace(mini, arms=("pre-single", "post-single", "pre-joint", "post-joint"), seeds=3)
     run(study, tmp_path)
     write_report(tmp_path)
     summary = json.loads((tmp_path / "report" / "report.json").read_text())
@@ -98,6 +98,10 @@ def test_seeds_in_the_report(mini, tmp_path):
 
     values = [ce("post-single", s) - ce("pre-single", s) for s in (42, 43, 44)]
     assert summary["across_seeds"]["Δ single"]["values"] == pytest.approx(values)
+    joint = summary["across_seeds"]["Δ joint"]
+    half = (joint["high"] - joint["low"]) / 2
+    assert f"± {half:.3f}" in summary["sentence"]  # the headline is the spread between seeds, not between documents
+    assert "across 3 seeds" in summary["sentence"]
     assert summary["deltas"]["single"]["estimate"]["value"] == pytest.approx(np.mean(values), rel=1e-6)
     assert (tmp_path / "report" / "tables" / "across_seeds.csv").exists()
 

@@ -199,10 +199,17 @@ def _ledger(study: StudyFiles, arm: str) -> dict[str, Any]:
     }
 
 
-def _clause(name: str, delta: dict[str, Any]) -> str:
+def _headline(values: dict[str, Any], seeds: dict[str, Any] | None) -> Estimate:
+    """Across seeds where there are several, since they move a result more than documents do; else over documents."""
+    if seeds is not None:
+        return Estimate(seeds["mean"], seeds["low"], seeds["high"])
+    return Estimate(**values["estimate"])
+
+
+def _clause(name: str, delta: dict[str, Any], seeds: dict[str, Any] | None) -> str:
     if not delta["valid"]:
         return f"under {name} the comparison is invalid (a loss is not finite)"
-    estimate = Estimate(**delta["estimate"])
+    estimate = _headline(delta, seeds)
     if not estimate.excludes_zero:
         return f"under {name} the two cannot be told apart ({estimate.value:+.3f} ± {estimate.half_width:.3f})"
     ahead = "post-norm" if estimate.value < 0 else "pre-norm"
@@ -211,13 +218,14 @@ def _clause(name: str, delta: dict[str, Any]) -> str:
 
 def sentence(study: StudyFiles, deltas: dict[str, Any]) -> str:
     """The finding in plain words, with what it rests on."""
-    clauses = [_clause(name, deltas[name]) for name in ("grow", "joint", "freeze") if name in deltas]
-    if not clauses:
+    across = _across_seeds(study)
+    named = [name for name in ("grow", "joint", "freeze") if name in deltas]
+    if not named:
         return "Nothing to compare yet: no curriculum has both placements finished."
-    text = "; ".join(clauses)
+    text = "; ".join(_clause(name, deltas[name], across.get(f"Δ {name}")) for name in named)
     interaction = _interaction(study)
     if interaction is not None and interaction["valid"]:
-        estimate = Estimate(**interaction["estimate"])
+        estimate = _headline(interaction, across.get("interaction"))
         if not estimate.excludes_zero:
             verdict = "not distinguishable from none"
         elif (estimate.value < 0) == (paper.INTERACTION < 0):
@@ -225,8 +233,8 @@ def sentence(study: StudyFiles, deltas: dict[str, Any]) -> str:
         else:
             verdict = f"the opposite sign of the paper's {paper.INTERACTION:+.3f}"
         text += f". The interaction is {estimate.value:+.3f} ± {estimate.half_width:.3f}, {verdict}"
-    counts = sorted({len(deltas[name]["seeds"]) for name in ("grow", "joint", "freeze") if name in deltas})
-    basis = "one seed: how far another initialisation would move it is not measured"
+    counts = sorted({len(deltas[name]["seeds"]) for name in named})
+    basis = "over held-out documents; one seed: how far another initialisation would move it is not measured"
     if counts != [1]:
-        basis = f"averaged over {' or '.join(map(str, counts))} seeds; the spread between them is in its own table"
-    return f"{text[0].upper()}{text[1:]} (95 % over held-out documents; {basis})."
+        basis = f"across {' or '.join(map(str, counts))} seeds"
+    return f"{text[0].upper()}{text[1:]} (95 % {basis})."
