@@ -61,7 +61,7 @@ class Layout:
     def attend(self, q_NHd: Tensor, k_NGd: Tensor, v_NGd: Tensor) -> Tensor:
         """softmax(q k^T / sqrt(d)) v, causal, inside each document: [N, H * d].
 
-        One call a document: measured on a CPU, 2,990 tokens/s against 2,270 for one right-padded rectangle.
+        One call a document: on a CPU mostly faster than one right-padded rectangle, and without its copies.
         """
         grouped = q_NHd.shape[1] != k_NGd.shape[1]
         mixed = []
