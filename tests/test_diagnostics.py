@@ -10,6 +10,7 @@ import torch
 
 from conftest import HF_CONFIGS
 from depthgrow.architecture import Architecture
+from depthgrow.data.classes import TokenClasses
 from depthgrow.data.tokens import TokenizedDocuments
 from depthgrow.diagnostics import angular_distance, describe, diagnose, fixed_batch
 from depthgrow.student import PLACEMENTS, Student, StudentConfig
@@ -32,7 +33,8 @@ def make(placement):
 
 
 def run(student, documents, micro=64):
-    return diagnose(student, lambda b: student(b.ids_N, b.lengths), documents, micro_tokens=micro, device=CPU)
+    classes = TokenClasses([7], [8, 9], lambda token: f"<{token}>")
+    return diagnose(student, lambda b: student(b.ids_N, b.lengths), documents, classes, micro_tokens=micro, device=CPU)
 
 
 def test_angles_by_hand():
@@ -90,6 +92,11 @@ def test_removal_scale_and_update_equal_a_model_built_without_the_block(document
     assert found["ce"] == pytest.approx(full, abs=1e-5)
     first = torch.cat([torch.arange(len(documents[i]) - 1) == 0 for i in range(5)])
     first |= torch.cat([torch.from_numpy(documents[i][:-1].copy()) == 7 for i in range(5)])
+    delimiter = torch.cat(
+        [torch.isin(torch.from_numpy(documents[i][:-1].copy()), torch.tensor([8, 9])) for i in range(5)]
+    )
+    delimiter &= ~first
+    assert delimiter.any()
     for b, row in enumerate(found["blocks"]):
         assert row["removal"] == pytest.approx(walk(without=b)[0] - full, abs=1e-5)
         h_in, h_out = (torch.cat([pair[k] for pair in streams[b]]).double() for k in (0, 1))
@@ -99,9 +106,18 @@ def test_removal_scale_and_update_equal_a_model_built_without_the_block(document
         assert row["angle"] == pytest.approx((torch.arccos(cos.clamp(-1, 1)) / math.pi).mean().item(), rel=1e-5)
         scale = h_out.square().mean(1).sqrt()
         assert row["rms"]["all"]["mean"] == pytest.approx(scale.mean().item(), rel=1e-5)
-        assert row["rms"]["structural"]["mean"] == pytest.approx(scale[first].mean().item(), rel=1e-5)
-        assert row["rms"]["regular"]["mean"] == pytest.approx(scale[~first].mean().item(), rel=1e-5)
-        assert row["rms"]["structural"]["count"] == int(first.sum())
+        other = scale > 5 * scale.median()
+        members = {
+            "document_boundary": first,
+            "delimiter": delimiter,
+            "regular": ~first & ~delimiter & ~other,
+            "outlier": ~first & ~delimiter & other,
+        }
+        for kind, member in members.items():
+            assert row["rms"][kind]["count"] == int(member.sum())
+            if member.any():
+                assert row["rms"][kind]["mean"] == pytest.approx(scale[member].mean().item(), rel=1e-5)
+        assert row["outliers"] == []
 
 
 def test_padding_and_grouping_change_nothing(documents):
@@ -138,6 +154,70 @@ def test_a_block_that_does_nothing_is_seen_to_do_nothing(documents):
             layer.mlp.down_proj.weight.zero_()
     row = run(student, documents)["blocks"][1]
     assert (row["removal"], row["angle"], row["relative_update"]) == (0.0, 0.0, 0.0)
+
+
+def test_attention_on_the_first_token_equals_explicit_weights(documents):
+    """softmax(q k^T / sqrt(d)) written out per document and head, its first column averaged over all later tokens."""
+    student = make("pre")
+    found = run(student, documents)
+    shares = [[] for _ in range(6)]
+    with torch.no_grad():
+        for i in range(len(documents)):
+            ids = torch.from_numpy(documents[i][:-1].copy()).long()
+            layout = student.layout([len(ids)])
+            h = student.embed_tokens(ids)
+            for number, layer in enumerate(student.layers):
+                q, k, _ = layer.self_attn.project(layer.input_layernorm(h), layout)
+                k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
+                scores = torch.einsum("thd,shd->hts", q, k) / q.shape[2] ** 0.5
+                scores += torch.full(scores.shape[1:], float("-inf")).triu(1)
+                shares[number].append(scores.softmax(-1)[:, 1:, 0])
+                h = layer(h, layout)
+    for row, share in zip(found["layers"], shares, strict=True):
+        assert row["sink"] == pytest.approx(torch.cat(share, dim=1).mean(1).tolist(), abs=1e-5)
+        assert len(row["sink"]) == 4
+
+
+def test_a_massive_activation_at_an_ordinary_token_is_named(documents):
+    student = make("pre")
+    token = int(documents[1][12])
+    assert sum(int((documents[i][1:-1] == token).sum()) for i in range(5)) == 1
+    with torch.no_grad():
+        student.embed_tokens.weight[token, 3] = -400.0
+    found = run(student, documents)
+    (named,) = found["entry"]["outliers"]
+    assert (named["text"], named["document"], named["position"]) == (f"<{token}>", 1, 12)
+    assert (named["channel"], named["value"]) == (3, 400.0)
+    assert found["entry"]["rms"]["outlier"]["count"] == 1
+    assert found["blocks"][0]["outliers"][0]["token"] == token
+
+
+def test_removing_one_layer_is_the_model_without_it(documents):
+    student, shorter = make("pre"), make("pre")
+    del shorter.layers[3]
+    found = run(student, documents)
+
+    @torch.no_grad()
+    def loss(model):
+        rows = [torch.from_numpy(documents[i].copy()).long() for i in range(5)]
+        parts = [
+            torch.nn.functional.cross_entropy(model.lm_head(model(r[:-1], [len(r) - 1])), r[1:], reduction="none")
+            for r in rows
+        ]
+        return torch.cat(parts).double().mean().item()
+
+    assert found["layers"][3]["removal"] == pytest.approx(loss(shorter) - loss(student), abs=1e-5)
+
+
+def test_token_classes_of_a_tokenizer(shared):
+    tokenizer = shared.tokenizer
+    classes = TokenClasses.of(tokenizer, len(tokenizer))
+    assert classes.special_ids == sorted(tokenizer.all_special_ids)
+    texts = {classes.text(i) for i in classes.delimiter_ids}
+    assert {".", "\n", ","} <= texts
+    assert not any(c.isalnum() for text in texts for c in text)
+    assert " " not in texts
+    assert not set(classes.delimiter_ids) & set(classes.special_ids)
 
 
 def test_fixed_batch_is_the_start_of_the_documents(documents):
@@ -178,5 +258,7 @@ def test_an_arms_diagnostics_from_the_command_line(mini, tmp_path, capsys):
     run_study(replace(mini, arms=("pre-single",)), tmp_path, stop=StopAt(), listener=Silent())
     assert main(["diagnose", str(tmp_path), "pre-single"]) == 0
     assert "block  removal" in capsys.readouterr().out
-    assert main(["diagnose", str(tmp_path)]) == 2
-    assert "name an arm" in capsys.readouterr().err
+    assert main(["diagnose", str(tmp_path)]) == 0
+    assert "pre-single: ce" in capsys.readouterr().out
+    assert main(["diagnose", str(tmp_path / "nodes"), "pre-single"]) == 2
+    assert "holds no study" in capsys.readouterr().err

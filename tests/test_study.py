@@ -183,8 +183,16 @@ def test_ledger_counts_match_the_closed_form(mini, tmp_path):
 
 
 def test_parse_arm():
-    assert parse_arm("post-grow") == Arm("post", "grow", None)
-    assert parse_arm("pre-grow-fresh+forward-norm") == Arm("pre", "grow-fresh", "forward-norm")
+    assert parse_arm("post-grow") == Arm("post", "grow", None, None, False)
+    assert parse_arm("pre-grow-fresh+forward-norm") == Arm("pre", "grow-fresh", None, "forward-norm", False)
+    assert parse_arm("pre-grow+rescale+reinit") == Arm("pre", "grow", None, "rescale", True)
+    assert parse_arm("post-joint-long@700") == Arm("post", "joint-long", 700, None, False)
+    for name in ("post-grow@700", "post-joint-long@0", "post-joint-long@many"):
+        with pytest.raises(UserError, match="only joint-long takes a number of steps"):
+            parse_arm(name)
+    for name in ("pre-grow+rescale+forward-norm", "pre-grow+reinit+reinit"):
+        with pytest.raises(UserError, match="at most one intervention"):
+            parse_arm(name)
     with pytest.raises(UserError, match="did you mean 'forward-norm'"):
         parse_arm("pre-grow+forwardnorm")
     with pytest.raises(UserError, match="did you mean 'post-grow'"):

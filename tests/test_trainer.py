@@ -154,6 +154,41 @@ def test_freeze_goes_by_identity(mini, prepared):
     trainable = {n for n, p in student.named_parameters() if p.requires_grad}
     newest = {n for n, _ in student.block_parameters(2)}
     assert trainable == newest | {"norm.weight", "lm_head.weight"}
+    set_trainable(student, Phase(active=3, steps=1, trainable="newest-only"))
+    assert {n for n, p in student.named_parameters() if p.requires_grad} == newest
+
+
+@pytest.mark.parametrize("placement", ["pre", "post"])
+def test_freeze_head_moves_the_newest_block_and_nothing_else(mini, prepared, tmp_path, placement):
+    study = replace(mini, optim=replace(mini.optim, weight_decay=0.1))
+    first, second, _ = (
+        latest_checkpoint(f / "checkpoints").weights()
+        for f in run_path(study, prepared, f"{placement}-freeze-head", tmp_path)
+    )
+    moved = {name for name in first if not torch.equal(first[name], second[name])}
+    assert not moved
+    assert {name.split(".")[1] for name in second.keys() - first.keys()} == {"1"}
+
+
+def test_reinit_draws_anew_and_reads_the_same_documents(mini, prepared, tmp_path):
+    plain, other = (run_path(mini, prepared, arm, tmp_path)[0] for arm in ("pre-single", "pre-single+reinit"))
+    runs = [next(iter(tree_of(mini, prepared, arm).nodes.values())).run for arm in ("pre-single", "pre-single+reinit")]
+    a, b = (build_student(run, prepared.materials(mini, run.seed), CPU).layers[0].mlp.up_proj.weight for run in runs)
+    assert not torch.equal(a, b)
+    tokens = [[r["tokens"] for r in stable(f) if r["kind"] == "train"] for f in (plain, other)]
+    assert tokens[0] == tokens[1]
+
+
+def test_tensorboard_shows_what_the_metrics_file_says(mini, prepared, tmp_path):
+    event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    study = replace(mini, train=replace(mini.train, tensorboard=True))
+    folder = run_path(study, prepared, "pre-single", tmp_path)[0]
+    events = event_accumulator.EventAccumulator(str(folder / "tensorboard"))
+    events.Reload()
+    records = read_metrics(folder / "metrics.jsonl")
+    for kind, name in (("train", "loss"), ("train", "grad_norm block 0"), ("eval", "ce")):
+        shown = {(e.step, round(e.value, 4)) for e in events.Scalars(f"{kind}/{name}")}
+        assert shown == {(r["step"], round(r[name], 4)) for r in records if r["kind"] == kind}
 
 
 def test_learning_rate_of_every_logged_step_is_its_closed_form(mini, prepared, tmp_path):
@@ -331,10 +366,16 @@ def test_clipping_acts_on_the_global_batch(mini, prepared):
     expected = torch.sqrt(sum(g.square().sum() for g in grads.values()))
     run = next(iter(tree_of(mini, prepared, "pre-joint").nodes.values())).run
     student = build_student(run, prepared.materials(mini, 42), CPU)
-    optimizer = NamedAdamW(student.named_parameters(), mini.optim)
+    optimizer = NamedAdamW(student.named_parameters(), mini.optim, student.part_of)
     for name, parameter in optimizer.parameters.items():
         parameter.grad = grads[name].clone()
-    assert optimizer.step(0.0).item() == pytest.approx(expected.item(), rel=1e-5)
+    norms = optimizer.step(0.0)
+    assert norms["grad_norm"].item() == pytest.approx(expected.item(), rel=1e-5)
+    parts = {"block 0": "layers.0.", "block 2": "layers.2.", "head": "lm_head.", "boundary norm": "norm."}
+    for part, prefix in parts.items():
+        own = torch.sqrt(sum(g.square().sum() for n, g in grads.items() if n.startswith(prefix)))
+        assert norms[f"grad_norm {part}"].item() == pytest.approx(own.item(), rel=1e-5)
+    assert set(norms) == {"grad_norm", "grad_norm block 1"} | {f"grad_norm {part}" for part in parts}
 
 
 def test_objective_of_logged_loss(mini, prepared, tmp_path):

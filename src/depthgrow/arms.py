@@ -161,39 +161,74 @@ def as_student(teacher: LiveTeacher, layers_per_block: int) -> Student:
 def diagnose_target(
     target: str, arm: str | None, corpora: str, documents: int, layers_per_block: int, as_json: bool
 ) -> int:
-    """``depthgrow diagnose``: an arm of a study from its files, or any model folder or name; returns the exit code."""
-    if (Path(target) / "study.json").exists():
-        if arm is None:
-            raise UserError(f"{target} is a study: name an arm of it (depthgrow ls {target} lists them)")
-        _, key, _ = finished_arm(Path(target), arm, None)
-        found = read_json(Workspace(Path(target)).node(key) / "diagnostics.json")
+    """``depthgrow diagnose``: the arms of a study from its files (one of them, or all that are finished), or any model
+    folder or name; returns the exit code."""
+    root = Path(target)
+    if (root / "study.json").exists():
+        names = [arm] if arm is not None else _finished_arms(root)
+        nodes = [Workspace(root).node(finished_arm(root, name, None)[1]) for name in names]
+        found = dict(zip(names, [read_json(node / "diagnostics.json") for node in nodes], strict=True))
+    elif arm is not None:
+        raise UserError(f"{target} holds no study (no study.json), so it has no arm {arm!r}; give a model alone")
     else:
-        device = pick_device("auto")
-        teacher = LiveTeacher.load(resolve_teacher(target), torch.float32, device)
-        student = as_student(teacher, layers_per_block)
-        data = DataConfig(
-            corpora=tuple(corpora.split(",")),
-            max_tokens=min(2048, teacher.arch.max_positions),
-            held_out_documents=documents,
-        )
-        held_out = prepare_tokens(data, teacher.tokenizer, cache_root(), train_documents=1).held_out
-        train = TrainConfig()
-        hidden = hidden_states(student, train, device)
-        found = diagnose(student, hidden, held_out, micro_tokens=train.micro_tokens, device=device)
+        found = {target: _diagnose_model(target, corpora, documents, layers_per_block)}
     if as_json:
-        print(json.dumps(found, indent=1))
-        return 0
-    print(f"{arm or target}: ce {found['ce']:.4f} on {found['documents']} documents, {found['tokens']:,} target tokens")
-    print("block  removal   angle  update |  rms mean      std  kurtosis  structural  regular")
+        print(json.dumps(found if len(found) > 1 else next(iter(found.values())), indent=1))
+    else:
+        print("\n\n".join(_describe(name, values) for name, values in found.items()))
+    return 0
+
+
+def _finished_arms(root: Path) -> list[str]:
+    arms = load_study(root)[1]
+    done = [arm for arm, seeds in arms.items() if Workspace(root).is_done(next(iter(seeds.values()))[-1])]
+    if not done:
+        raise UserError(f"no arm of {root} is finished; run the study again")
+    return done
+
+
+def _diagnose_model(source: str, corpora: str, documents: int, layers_per_block: int) -> dict[str, Any]:
+    device = pick_device("auto")
+    teacher = LiveTeacher.load(resolve_teacher(source), torch.float32, device)
+    student = as_student(teacher, layers_per_block)
+    data = DataConfig(
+        corpora=tuple(corpora.split(",")),
+        max_tokens=min(2048, teacher.arch.max_positions),
+        held_out_documents=documents,
+    )
+    held_out = prepare_tokens(data, teacher.tokenizer, cache_root(), train_documents=1).held_out
+    train = TrainConfig()
+    hidden = hidden_states(student, train, device)
+    return diagnose(student, hidden, held_out, teacher.classes, micro_tokens=train.micro_tokens, device=device)
+
+
+def _describe(name: str, found: dict[str, Any]) -> str:
+    """Three short tables: blocks, layers, tokens that stand out."""
+    lines = [
+        f"{name}: ce {found['ce']:.4f} on {found['documents']} documents, {found['tokens']:,} target tokens",
+        "block  removal   angle  update |  RMS mean      std  kurtosis  boundary  delimiter  regular  outliers",
+    ]
     for row in found["blocks"]:
         scale = row["rms"]
-        means = [scale[kind].get("mean", math.nan) for kind in ("structural", "regular")]
-        print(
+        means = [scale[kind].get("mean", math.nan) for kind in ("document_boundary", "delimiter", "regular")]
+        lines.append(
             f"{row['block']:5}  {row['removal']:7.3f}  {row['angle']:6.3f}  {row['relative_update']:6.3f} |"
             f"  {scale['all']['mean']:8.3f} {scale['all']['std']:8.3f}  {scale['all']['kurtosis']:8.1f}"
-            f"  {means[0]:10.3f}  {means[1]:7.3f}"
+            f"  {means[0]:8.3f}  {means[1]:9.3f}  {means[2]:7.3f}  {scale['outlier']['count']:8}"
         )
-    return 0
+    lines.append("layer  removal   angle  update |  attention on the first token, by head")
+    for row in found["layers"]:
+        heads = " ".join(f"{share:.2f}" for share in row["sink"])
+        lines.append(
+            f"{row['layer']:5}  {row['removal']:7.3f}  {row['angle']:6.3f}  {row['relative_update']:6.3f} |  {heads}"
+        )
+    for row in found["blocks"]:
+        for token in row["outliers"][:3]:
+            lines.append(
+                f"outlier after block {row['block']}: {token['text']!r} at position {token['position']} of document "
+                f"{token['document']}, RMS {token['rms']:.1f}, channel {token['channel']} at {token['value']:.1f}"
+            )
+    return "\n".join(lines)
 
 
 def _evaluate_folder(model: str, study: Study, prepared: Prepared) -> Evaluation:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from depthgrow.files import UserError
 
-TRAINABLE = ("all", "newest")
+TRAINABLE = ("all", "newest", "newest-only")
 DATA = ("continue", "rewind", "fresh")
 
 
@@ -15,9 +15,10 @@ DATA = ("continue", "rewind", "fresh")
 class Phase:
     """A stretch of training with a fixed depth.
 
-    active: blocks in the forward pass; trainable: 'all' of them or only the 'newest' (head and boundary norm always
-    train); steps: optimizer steps; data: 'continue' through the shard (wrapping at its end), 'rewind' to its start,
-    or read a 'fresh' shard; reset_optimizer / restart_lr: drop moments / begin a new schedule at the phase's start.
+    active: blocks in the forward pass; trainable: 'all' of them, only the 'newest' (head and boundary norm go on), or the
+    'newest-only' (they stay as well); steps: optimizer steps; data: 'continue' through the shard (wrapping at its end),
+    'rewind' to its start, or read a 'fresh' shard; reset_optimizer / restart_lr: drop moments / begin a new schedule at
+    the phase's start.
     """
 
     active: int
@@ -53,14 +54,20 @@ def freeze(num_blocks: int, steps: int) -> list[Phase]:
     return [Phase(active=p + 1, steps=steps, trainable="newest") for p in range(num_blocks)]
 
 
+def freeze_head(num_blocks: int, steps: int) -> list[Phase]:
+    """Freeze, and after the first phase head and boundary norm stay as they are too."""
+    return [replace(phase, trainable="newest-only") for phase in freeze(num_blocks, steps)]
+
+
 def single(num_blocks: int, steps: int) -> list[Phase]:
     """One block only: the end of grow's first phase."""
     return [Phase(active=1, steps=steps)]
 
 
-def joint_long(num_blocks: int, steps: int) -> list[Phase]:
-    """Joint on fresh data until grow's active-layer tokens are spent, the schedule restarting where grow's does."""
-    total = steps * (num_blocks + 1) // 2
+def joint_long(num_blocks: int, steps: int, total: int | None = None) -> list[Phase]:
+    """Joint on fresh data for ``total`` steps, the schedule restarting where grow's does; by default until grow's
+    active-layer tokens are spent: (1 + .. + K) / K phases = (K + 1) / 2."""
+    total = total or steps * (num_blocks + 1) // 2
     lengths = [min(steps, total - done) for done in range(0, total, steps)]
     return [Phase(active=num_blocks, steps=n, data="fresh", reset_optimizer=False) for n in lengths]
 
@@ -100,10 +107,11 @@ def jump(num_blocks: int, steps: int) -> list[Phase]:
     return [Phase(active=1, steps=steps), Phase(active=num_blocks, steps=steps)]
 
 
-CURRICULA: dict[str, Callable[[int, int], list[Phase]]] = {
+CURRICULA: dict[str, Callable[..., list[Phase]]] = {
     "joint": joint,
     "grow": grow,
     "freeze": freeze,
+    "freeze-head": freeze_head,
     "single": single,
     "joint-long": joint_long,
     "joint-longer": joint_longer,
@@ -119,7 +127,7 @@ CURRICULA: dict[str, Callable[[int, int], list[Phase]]] = {
 def canonical(phases: Sequence[Phase]) -> list[Phase]:
     """The same run written in one way, so that equal prefixes of two curricula are equal.
 
-    With one active block 'newest' is 'all'; the first phase starts fresh whatever its flags say.
+    With one active block everything trains; the first phase starts fresh whatever its flags say.
     """
     result = []
     for index, phase in enumerate(phases):

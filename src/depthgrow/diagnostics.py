@@ -17,13 +17,17 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from depthgrow.data.batches import MicroBatch, group_by_length, pack
+from depthgrow.data.classes import TokenClasses
 from depthgrow.data.tokens import TokenizedDocuments
 from depthgrow.head_loss import token_values
-from depthgrow.student import Student
+from depthgrow.student import Layout, Student
 
 FIXED_TOKENS = 4096  # the published study uses 2 x 2048
 QUANTILES = (0.01, 0.25, 0.5, 0.75, 0.99)
 BINS_PER_DECADE = 10
+CLASSES = ("document_boundary", "delimiter", "regular", "outlier")
+OUTLIER = 5.0  # times the median RMS of all tokens at the same place
+LISTED = 8  # outliers named with their text
 
 
 def fixed_batch(documents: TokenizedDocuments, num_tokens: int = FIXED_TOKENS) -> list[int]:
@@ -80,22 +84,72 @@ def _bypassed(layers: Sequence[nn.Module]) -> Iterator[None]:
 
 
 @contextmanager
-def _captured(layers: Sequence[nn.Module]) -> Iterator[dict[int, tuple[Tensor, Tensor]]]:
-    """Inside, each layer's (input, output) of the newest forward pass, by position in ``layers``."""
-    seen: dict[int, tuple[Tensor, Tensor]] = {}
+def _hooked(modules: Sequence[nn.Module], see: Callable[[int, tuple[Any, ...], Tensor], None]) -> Iterator[None]:
+    """Inside, ``see(i, inputs, output)`` is called after each forward pass of ``modules[i]``."""
 
-    def keep(index: int) -> Callable[..., None]:
-        def hook(module: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> None:
-            seen[index] = (inputs[0].detach(), output.detach())
+    def hook(index: int) -> Callable[..., None]:
+        return lambda module, inputs, output: see(index, inputs, output)
 
-        return hook
-
-    handles = [layer.register_forward_hook(keep(i)) for i, layer in enumerate(layers)]
+    handles = [module.register_forward_hook(hook(i)) for i, module in enumerate(modules)]
     try:
-        yield seen
+        yield
     finally:
         for handle in handles:
             handle.remove()
+
+
+def sink_share(attention: Any, h_ND: Tensor, layout: Layout) -> Tensor:
+    """Each head's attention weight on its document's first token, per token: [N, H].
+
+    The same kernel mixes an indicator of the first tokens instead of the values.
+    """
+    q_NHd, k_NGd, v_NGd = attention.project(h_ND, layout)
+    first_NGd = layout.first_N[:, None, None].to(v_NGd.dtype).expand_as(v_NGd)
+    return layout.attend(q_NHd, k_NGd, first_NGd).unflatten(-1, q_NHd.shape[1:])[..., 0]
+
+
+class _Stream:
+    """What is kept of the residual stream at one place: a few numbers a token, the stream itself is let go."""
+
+    def __init__(self) -> None:
+        self._parts: dict[str, list[Tensor]] = {}
+
+    def add(self, **values: Tensor) -> None:
+        for name, value in values.items():
+            self._parts.setdefault(name, []).append(value.double().cpu())
+
+    def add_scale(self, h_ND: Tensor) -> None:
+        peak_N, channel_N = h_ND.abs().max(dim=-1)
+        self.add(rms=rms(h_ND), peak=peak_N, channel=channel_N)
+
+    def add_change(self, in_ND: Tensor, out_ND: Tensor) -> None:
+        update_N = (out_ND.double() - in_ND.double()).norm(dim=-1) / in_ND.double().norm(dim=-1)
+        self.add(angle=angular_distance(in_ND, out_ND), update=update_N)
+
+    def __getitem__(self, name: str) -> NDArray[np.float64]:
+        return torch.cat(self._parts[name]).numpy()
+
+    def change(self) -> dict[str, float]:
+        return {"angle": float(self["angle"].mean()), "relative_update": float(self["update"].mean())}
+
+    def scale(
+        self, kinds: dict[str, NDArray[np.bool_]], describe_token: Callable[[int], dict[str, Any]]
+    ) -> dict[str, Any]:
+        """The distribution of the RMS over all tokens and by class, and the outliers by name."""
+        values = self["rms"]
+        finite = values[np.isfinite(values)]
+        outlier = kinds["regular"] & (values > OUTLIER * (np.median(finite) if len(finite) else np.inf))
+        members = kinds | {"regular": kinds["regular"] & ~outlier, "outlier": outlier}
+        largest = np.flatnonzero(outlier)[np.argsort(-values[outlier])][:LISTED]
+        listed = [
+            describe_token(int(i))
+            | {"rms": float(values[i]), "channel": int(self["channel"][i]), "value": float(self["peak"][i])}
+            for i in largest
+        ]
+        return {
+            "rms": {"all": describe(values)} | {k: describe(values[members[k]]) for k in CLASSES},
+            "outliers": listed,
+        }
 
 
 @torch.no_grad()
@@ -103,21 +157,26 @@ def diagnose(
     student: Student,
     hidden: Callable[[MicroBatch], Tensor],
     documents: TokenizedDocuments,
+    classes: TokenClasses,
     *,
     micro_tokens: int,
     device: torch.device,
 ) -> dict[str, Any]:
-    """Per block: removal (change of CE in nats per token without it), angle (share of pi), relative update; the RMS of
-    the stream it leaves, over all tokens and by class.
+    """Per block and per layer: removal (change of CE in nats per token without it), angle (share of pi), relative update;
+    per block the RMS of the stream it leaves, over all tokens and by class; per layer each head's attention sink.
 
     Args:
         hidden: final hidden states of a micro-batch, as evaluation computes them, from ``student``.
         documents: the held-out documents; the fixed batch is taken from their start.
+        classes: which of their tokens are special or delimiters.
     """
     groups = list(group_by_length(documents, fixed_batch(documents), micro_tokens))
     batches = [pack(documents, group).to(device) for group in groups]
-    size = student.config.layers_per_block
-    blocks = [list(student.layers[b * size : (b + 1) * size]) for b in range(student.active_blocks)]
+    layers, size = list(student.layers), student.config.layers_per_block
+    attentions: list[Any] = [layer.self_attn for layer in layers]
+    blocks = [layers[b * size : (b + 1) * size] for b in range(student.active_blocks)]
+    per_layer, per_block, entry = [_Stream() for _ in layers], [_Stream() for _ in blocks], _Stream()
+    block_in: list[Tensor] = []
 
     def cross_entropy() -> float:
         total = sum(
@@ -125,38 +184,66 @@ def diagnose(
         )
         return float(total / sum(b.num_targets for b in batches))
 
-    angle: list[list[Tensor]] = [[] for _ in blocks]
-    update: list[list[Tensor]] = [[] for _ in blocks]
-    scale: list[list[Tensor]] = [[] for _ in blocks]
-    structural: list[Tensor] = []
-    with _captured(list(student.layers)) as seen:
-        for batch in batches:
-            hidden(batch)
-            first_N = torch.cat([torch.arange(n, device=device) for n in batch.lengths]) == 0
-            structural.append(first_N | torch.isin(batch.ids_N, student.special_ids.to(device)))
-            for b in range(len(blocks)):
-                h_in, h_out = seen[b * size][0], seen[b * size + size - 1][1]
-                angle[b].append(angular_distance(h_in, h_out))
-                update[b].append((h_out.double() - h_in.double()).norm(dim=-1) / h_in.double().norm(dim=-1))
-                scale[b].append(rms(h_out))
-    special = torch.cat(structural).cpu().numpy()
-    full = cross_entropy()
-    rows = []
-    for b, layers in enumerate(blocks):
-        with _bypassed(layers):
-            removal = cross_entropy() - full
-        values = torch.cat(scale[b]).cpu().numpy()
-        rows.append(
+    def removal(removed: Sequence[nn.Module]) -> float:
+        with _bypassed(removed):
+            return cross_entropy() - full
+
+    def see_layer(i: int, inputs: tuple[Any, ...], out_ND: Tensor) -> None:
+        per_layer[i].add_change(inputs[0], out_ND)
+        if i == 0:
+            entry.add_scale(inputs[0])
+        if i % size == 0:
+            block_in[:] = [inputs[0]]
+        if i % size == size - 1:
+            per_block[i // size].add_change(block_in[0], out_ND)
+            per_block[i // size].add_scale(out_ND)
+
+    def see_attention(i: int, inputs: tuple[Any, ...], out_ND: Tensor) -> None:
+        h_ND, layout = inputs
+        per_layer[i].add(sink=sink_share(attentions[i], h_ND, layout)[~layout.first_N])
+
+    with _hooked(layers, see_layer), _hooked(attentions, see_attention):
+        full = cross_entropy()
+    kinds, describe_token = _classify(batches, classes)
+    return {
+        "ce": full,
+        "tokens": sum(b.num_targets for b in batches),
+        "documents": sum(map(len, groups)),
+        "entry": entry.scale(kinds, describe_token),
+        "blocks": [
             {
                 "block": b,
-                "removal": removal,
-                "angle": float(torch.cat(angle[b]).mean()),
-                "relative_update": float(torch.cat(update[b]).mean()),
-                "rms": {
-                    "all": describe(values),
-                    "structural": describe(values[special]),
-                    "regular": describe(values[~special]),
-                },
+                "removal": removal(block),
+                **per_block[b].change(),
+                **per_block[b].scale(kinds, describe_token),
             }
-        )
-    return {"ce": full, "tokens": len(special), "documents": sum(map(len, groups)), "blocks": rows}
+            for b, block in enumerate(blocks)
+        ],
+        "layers": [
+            {
+                "layer": i,
+                "removal": removal([layer]),
+                **per_layer[i].change(),
+                "sink": per_layer[i]["sink"].mean(0).tolist(),
+            }
+            for i, layer in enumerate(layers)
+        ],
+    }
+
+
+def _classify(
+    batches: list[MicroBatch], classes: TokenClasses
+) -> tuple[dict[str, NDArray[np.bool_]], Callable[[int], dict[str, Any]]]:
+    """Each token's class, in the order the batches are read, and a function that names one of them."""
+    ids = torch.cat([b.ids_N for b in batches]).cpu().numpy()
+    lengths = [n for b in batches for n in b.lengths]
+    document = np.repeat([i for b in batches for i in b.document_ids], lengths)
+    position = np.concatenate([np.arange(n) for n in lengths])
+    boundary = (position == 0) | np.isin(ids, classes.special_ids)
+    delimiter = ~boundary & np.isin(ids, classes.delimiter_ids)
+
+    def describe_token(i: int) -> dict[str, Any]:
+        token = int(ids[i])
+        return {"text": classes.text(token), "token": token, "document": int(document[i]), "position": int(position[i])}
+
+    return {"document_boundary": boundary, "delimiter": delimiter, "regular": ~(boundary | delimiter)}, describe_token

@@ -28,11 +28,19 @@ class Flops:
         return layers * (tokens * self.layer_per_token + pairs * self.attention_per_pair)
 
     def train_step(
-        self, tokens: int, pairs: int, layers: int, trained: int, *, passed: int = 0, distilled: bool = True
+        self,
+        tokens: int,
+        pairs: int,
+        layers: int,
+        trained: int,
+        *,
+        passed: int = 0,
+        head_trained: bool = True,
+        distilled: bool = True,
     ) -> int:
         """One step's products: forward; backward through ``trained`` layers (twice their forward); through ``passed``
-        frozen layers that a gradient crosses (once); the head's, and the teacher's logits."""
-        head = tokens * self.head_per_token * (4 if distilled else 3)
+        frozen layers that a gradient crosses (once); the head's forward and backward, and the teacher's logits."""
+        head = tokens * self.head_per_token * (2 + head_trained + distilled)
         backward = 2 * self.forward(tokens, pairs, trained) + self.forward(tokens, pairs, passed)
         return self.forward(tokens, pairs, layers) + backward + head
 

@@ -6,22 +6,43 @@ import json
 from pathlib import Path
 from typing import Any
 
-from depthgrow.files import write_atomic
+from depthgrow.files import UserError, write_atomic
 
 
 class MetricsLog:
-    """Append-only JSON lines with a ``kind`` ('train' or 'eval') and a ``step`` (steps finished in this phase)."""
+    """Append-only JSON lines with a ``kind`` ('train' or 'eval') and a ``step`` (steps finished in this phase).
 
-    def __init__(self, path: Path):
+    With ``tensorboard`` every number also goes to event files beside it, as kind/name.
+    """
+
+    def __init__(self, path: Path, *, tensorboard: bool = False):
         self.path = path
+        self._events: Any = None
+        self._tensorboard = tensorboard
 
     def append(self, records: list[dict[str, Any]]) -> None:
         if records:
             with self.path.open("a") as stream:
                 stream.writelines(json.dumps(record) + "\n" for record in records)
+        for record in records if self._events is not None else ():
+            for name, value in record.items():
+                if name not in ("kind", "step"):
+                    self._events.add_scalar(f"{record['kind']}/{name}", value, record["step"])
+
+    def close(self) -> None:
+        if self._events is not None:
+            self._events.close()
 
     def cut_after(self, step: int) -> None:
         """Drop what was written after the checkpoint of ``step``: it will be computed again."""
+        if self._tensorboard:
+            try:
+                from torch.utils.tensorboard import SummaryWriter
+            except ImportError:
+                raise UserError(
+                    "train.tensorboard needs TensorBoard: pip install 'depthgrow[tensorboard]', or leave it false"
+                ) from None
+            self._events = SummaryWriter(str(self.path.parent / "tensorboard"), purge_step=step + 1)
         if self.path.exists():
             kept = [record for record in read_metrics(self.path) if record["step"] <= step]
             write_atomic(self.path, "".join(json.dumps(record) + "\n" for record in kept))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -59,12 +59,22 @@ class NamedAdamW:
     """torch's AdamW whose state is addressed by parameter name, so that it survives growth and freezing.
 
     Only parameters that require a gradient are held: a frozen one has no moments and cannot decay.
+
+    Args:
+        part_of: the part of the model that a parameter's name belongs to; gradient norms are reported by part.
     """
 
-    def __init__(self, named: Iterable[tuple[str, nn.Parameter]], config: OptimConfig):
+    def __init__(
+        self,
+        named: Iterable[tuple[str, nn.Parameter]],
+        config: OptimConfig,
+        part_of: Callable[[str], str] = lambda name: "all",
+    ):
         self.config = config
         self.parameters = {name: parameter for name, parameter in named if parameter.requires_grad}
-        for parameter in self.parameters.values():
+        self.parts: dict[str, list[nn.Parameter]] = {}
+        for name, parameter in self.parameters.items():
+            self.parts.setdefault(part_of(name), []).append(parameter)
             parameter.grad = None  # a stale gradient would make AdamW skip restored state
         self._adamw = torch.optim.AdamW(
             self.parameters.values(),
@@ -75,13 +85,17 @@ class NamedAdamW:
             fused=True,
         )
 
-    def step(self, lr: float) -> Tensor:
-        """Clip the global gradient norm, update, drop the gradients. Returns the norm before clipping (on the device)."""
-        norm = nn.utils.clip_grad_norm_(self.parameters.values(), self.config.clip_norm)
+    def step(self, lr: float) -> dict[str, Tensor]:
+        """Clip the global gradient norm, update, drop the gradients. Returns the norms before clipping, on the device:
+        'grad_norm' of all and 'grad_norm PART' of each part."""
+        grads = {part: [p.grad for p in held if p.grad is not None] for part, held in self.parts.items()}
+        norms = {f"grad_norm {part}": nn.utils.get_total_norm(held) for part, held in grads.items()}
+        total = torch.stack(list(norms.values())).norm()
+        nn.utils.clip_grads_with_norm_(self.parameters.values(), self.config.clip_norm, total)
         self._adamw.param_groups[0]["lr"] = lr
         self._adamw.step()
         self._adamw.zero_grad(set_to_none=True)
-        return norm
+        return {"grad_norm": total, **norms}
 
     def state(self) -> dict[str, Tensor]:
         """Moments and step counts as ``{'exp_avg.NAME': ..., 'exp_avg_sq.NAME': ..., 'step.NAME': ...}``."""

@@ -16,9 +16,9 @@ from depthgrow.curriculum import data_start
 from depthgrow.files import UserError, cache_root
 from depthgrow.ledger import Flops
 from depthgrow.runtime import torch_dtype
-from depthgrow.student import PLACEMENTS
 from depthgrow.study import Facts, Study, parse_arm, plan_tree
 from depthgrow.teacher.sources import resolve_teacher
+from depthgrow.trainer import step_work
 
 # Shapes of teachers that a plan must know without a network: public facts of their config files.
 KNOWN_SHAPES = {
@@ -95,12 +95,10 @@ def budget(study: Study, arm: str, arch: Architecture, mean_tokens: float) -> di
     read: set[tuple[int, int]] = set()
     shard_batches = study.shard_documents // study.train.batch_documents
     for index, phase in enumerate(phases):
-        layers = phase.active * study.student.layers_per_block
-        trained = layers if phase.trainable == "all" else study.student.layers_per_block
+        step = step_work(phase, parse_arm(arm).placement, study.student.layers_per_block)
         total += phase.steps * batch_tokens
-        active += phase.steps * batch_tokens * layers
-        passed = layers - trained if PLACEMENTS[parse_arm(arm).placement].boundary == "entry" else 0
-        work += phase.steps * flops.train_step(int(batch_tokens), int(batch_pairs), layers, trained, passed=passed)
+        active += phase.steps * batch_tokens * step["layers"]
+        work += phase.steps * flops.train_step(int(batch_tokens), int(batch_pairs), **step)
         start = data_start(phases, index)
         if phase.steps >= shard_batches:
             read.update((start.shard, b) for b in range(shard_batches))

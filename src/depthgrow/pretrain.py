@@ -17,6 +17,7 @@ from depthgrow.checkpoint import latest_checkpoint
 from depthgrow.config import fingerprint, to_dict
 from depthgrow.curriculum import Phase
 from depthgrow.data.batches import Batches
+from depthgrow.data.classes import TokenClasses
 from depthgrow.data.documents import open_corpus
 from depthgrow.data.tokens import (
     DataConfig,
@@ -109,6 +110,7 @@ def _pretrain(config: Pretrain, out: Path, stop: StopSignal, listener: Listener)
     materials = Materials(
         arch=config.arch,
         initial={},
+        classes=TokenClasses.of(tokenizer, config.arch.vocab_size),
         batches=batches,
         held_out=tokens.held_out,
         train_targets=None,
@@ -129,6 +131,7 @@ def _pretrain(config: Pretrain, out: Path, stop: StopSignal, listener: Listener)
         optim=config.optim,
         train=config.train,
         seed=config.seed,
+        init_seed=config.seed,
         phases=[Phase(active=1, steps=steps)],
         schedule=(0, steps),
         identity=identity,

@@ -77,6 +77,7 @@ class Prepared:
         return Materials(
             arch=self.teacher.arch,
             initial=self.teacher.initial,
+            classes=self.teacher.classes,
             batches=batches,
             held_out=self.tokens.held_out,
             train_targets=train_targets,

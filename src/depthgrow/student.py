@@ -104,11 +104,15 @@ class Attention(nn.Module):
         self.q_norm: nn.Module = RMSNorm(arch.head_dim, arch.rms_norm_eps) if arch.qk_norm else nn.Identity()
         self.k_norm: nn.Module = RMSNorm(arch.head_dim, arch.rms_norm_eps) if arch.qk_norm else nn.Identity()
 
-    def forward(self, h_ND: Tensor, layout: Layout) -> Tensor:
+    def project(self, h_ND: Tensor, layout: Layout) -> tuple[Tensor, Tensor, Tensor]:
+        """Rotated queries and keys, and values: q_NHd, k_NGd, v_NGd."""
         q_NHd = layout.rotate(self.q_norm(self.q_proj(h_ND).unflatten(-1, (-1, self.head_dim))))
         k_NGd = layout.rotate(self.k_norm(self.k_proj(h_ND).unflatten(-1, (-1, self.head_dim))))
         v_NGd = self.v_proj(h_ND).unflatten(-1, (-1, self.head_dim))
-        return self.o_proj(layout.attend(q_NHd, k_NGd, v_NGd))
+        return q_NHd, k_NGd, v_NGd
+
+    def forward(self, h_ND: Tensor, layout: Layout) -> Tensor:
+        return self.o_proj(layout.attend(*self.project(h_ND, layout)))
 
 
 class MLP(nn.Module):
@@ -247,6 +251,12 @@ class Student(nn.Module):
         first = block * self.config.layers_per_block
         for index in range(first, first + self.config.layers_per_block):
             yield from self.layers[index].named_parameters(prefix=f"layers.{index}")
+
+    def part_of(self, name: str) -> str:
+        """The part of the model that a parameter's name belongs to: 'embedding', 'block 0' .., 'boundary norm' or 'head'."""
+        if name.startswith("layers."):
+            return f"block {int(name.split('.')[1]) // self.config.layers_per_block}"
+        return {"embed_tokens.weight": "embedding", "norm.weight": "boundary norm", "lm_head.weight": "head"}[name]
 
     def layout(self, lengths: Sequence[int]) -> Layout:
         """Documents of these lengths (in tokens), with their rotary tables."""

@@ -46,8 +46,8 @@ class TeacherConfig:
 class Study:
     """A complete study.
 
-    arms: named placement-curriculum or placement-curriculum+intervention; seeds: how many, from ``seed`` on, paired across
-    arms in initialisation and data order.
+    arms: named placement-curriculum, then +intervention or +reinit where wanted (see `parse_arm`); seeds: how many, from
+    ``seed`` on, paired across arms in initialisation and data order.
     """
 
     name: str
@@ -84,8 +84,9 @@ class Study:
         return whole_phase if self.data.shard_documents is None else self.data.shard_documents
 
     def phases(self, arm: str) -> list[Phase]:
-        curriculum = CURRICULA[parse_arm(arm).curriculum]
-        return canonical(curriculum(self.student.num_blocks, self.train.steps_per_phase))
+        named = parse_arm(arm)
+        total = () if named.steps is None else (named.steps,)
+        return canonical(CURRICULA[named.curriculum](self.student.num_blocks, self.train.steps_per_phase, *total))
 
     def num_shards(self) -> int:
         """Shards that the arms read: 1, and one more for each phase on fresh data."""
@@ -93,28 +94,43 @@ class Study:
         return 1 + max(data_start(p, len(p) - 1).shard for p in phases)
 
 
+REINIT = 1_000_003  # from a seed to the seed of another initial draw; far from every study's own seeds
+
+
 @dataclass(frozen=True)
 class Arm:
-    """The three choices an arm is named by."""
+    """The choices an arm is named by. steps: of a joint-long that is to match another arm; reinit: another initial draw."""
 
     placement: str
     curriculum: str
+    steps: int | None
     intervention: str | None
+    reinit: bool
 
 
 def parse_arm(name: str) -> Arm:
-    """'post-grow' -> Arm('post', 'grow', None); 'pre-grow+forward-norm' -> Arm('pre', 'grow', 'forward-norm').
+    """placement-curriculum, then what sets the arm apart:
+
+    'post-grow'; 'pre-grow+forward-norm' (an intervention at block boundaries); 'pre-grow+reinit' (another initial draw on
+    the same data: the noise floor); 'post-joint-long@700' (700 steps instead of its default number, see `ledger`).
 
     Raises:
         UserError: no such arm; the nearest name is suggested.
     """
-    base, plus, intervention = name.partition("+")
+    base, *extras = name.split("+")
     placement, _, curriculum = base.partition("-")
+    curriculum, at, steps = curriculum.partition("@")
+    if at and not (curriculum == "joint-long" and steps.isdecimal() and int(steps)):
+        raise UserError(f"arm {name!r}: only joint-long takes a number of steps, written joint-long@700")
+    interventions = [extra for extra in extras if extra != "reinit"]
     if placement not in PLACEMENTS or curriculum not in CURRICULA:
         raise unknown("arm", base, [f"{p}-{c}" for p in PLACEMENTS for c in CURRICULA])
-    if plus and intervention not in INTERVENTIONS:
-        raise unknown("intervention", intervention, INTERVENTIONS)
-    return Arm(placement, curriculum, intervention or None)
+    for intervention in interventions:
+        if intervention not in INTERVENTIONS:
+            raise unknown("intervention", intervention, [*INTERVENTIONS, "reinit"])
+    if len(extras) > len(set(extras)) or len(interventions) > 1:
+        raise UserError(f"arm {name!r}: at most one intervention, and +reinit once")
+    return Arm(placement, curriculum, int(steps) if at else None, next(iter(interventions), None), "reinit" in extras)
 
 
 @dataclass(frozen=True)
@@ -169,8 +185,9 @@ def _phase_run(study: Study, facts: Facts, arm: str, seed: int, phases: list[Pha
     shards = facts.shards[: data_start(phases, index).shard + 1]
     schedule = schedule_position(phases, index)
     train = study.train
+    init_seed = seed + REINIT if named.reinit else seed
     identity = {
-        "format": 1,
+        "format": 2,
         "placement": named.placement,
         "intervention": intervention,
         "student": {k: v for k, v in to_dict(study.student).items() if k != "num_blocks"},
@@ -188,6 +205,7 @@ def _phase_run(study: Study, facts: Facts, arm: str, seed: int, phases: list[Pha
             "eval_every": train.eval_every,
         },
         "seed": seed,
+        "init_seed": init_seed,
         "phases": [asdict(phase) for phase in prefix],
         "schedule": list(schedule),
     }
@@ -201,6 +219,7 @@ def _phase_run(study: Study, facts: Facts, arm: str, seed: int, phases: list[Pha
         optim=study.optim,
         train=train,
         seed=seed,
+        init_seed=init_seed,
         phases=prefix,
         schedule=schedule,
         identity=identity,
@@ -216,6 +235,7 @@ FREE_FIELDS = (
     "train.device",
     "train.jobs",
     "train.log_every",
+    "train.tensorboard",
 )
 
 

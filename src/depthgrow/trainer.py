@@ -19,6 +19,7 @@ from depthgrow.architecture import Architecture
 from depthgrow.checkpoint import Checkpoint, latest_checkpoint, save_checkpoint
 from depthgrow.curriculum import DataPosition, Phase, data_start
 from depthgrow.data.batches import Batches, MicroBatch
+from depthgrow.data.classes import TokenClasses
 from depthgrow.data.tokens import TokenizedDocuments
 from depthgrow.diagnostics import diagnose
 from depthgrow.evaluate import Evaluation, Targets, evaluate
@@ -36,8 +37,8 @@ class TrainConfig:
     """How steps are made and when things are written. Counts are in steps of one phase, documents, or tokens.
 
     micro_tokens: most tokens (padding inside attention included) of one forward pass; dtype: of the matrix products
-    (weights, moments and sums stay float32). threads: CPU threads of one phase; jobs: phases run side by side (0: as many
-    as the CPU's cores allow, one on a GPU).
+    (weights, moments and sums stay float32). tensorboard: event files in every node's folder. threads: CPU threads of one
+    phase; jobs: phases run side by side (0: as many as the CPU's cores allow, one on a GPU).
     """
 
     steps_per_phase: int = 50_000
@@ -48,6 +49,7 @@ class TrainConfig:
     log_every: int = 10
     dtype: str = "float32"
     device: str = "auto"
+    tensorboard: bool = False
     threads: int = 1
     jobs: int = 0
 
@@ -74,6 +76,7 @@ class Materials:
 
     arch: Architecture
     initial: dict[str, Any]  # the teacher's part of a Student: embedding_VD, head_VD, norm_D, special_ids
+    classes: TokenClasses
     batches: Batches
     held_out: TokenizedDocuments
     train_targets: Targets | None
@@ -84,7 +87,8 @@ class Materials:
 class PhaseRun:
     """Everything that decides the weights at the end of the last of ``phases``, together with the materials.
 
-    schedule: (steps of the LR schedule already done, its whole length); identity: what the fingerprint was made of.
+    seed: of the data order; init_seed: of the student's draw. schedule: (steps of the LR schedule already done, its whole
+    length); identity: what the fingerprint was made of.
     """
 
     label: str
@@ -95,6 +99,7 @@ class PhaseRun:
     optim: OptimConfig
     train: TrainConfig
     seed: int
+    init_seed: int
     phases: Sequence[Phase]
     schedule: tuple[int, int]
     identity: dict[str, Any]
@@ -126,14 +131,16 @@ class Listener(Protocol):
 def build_student(run: PhaseRun, materials: Materials, device: torch.device) -> Student:
     """The student of a phase as it starts from nothing but seed and teacher; a parent's weights are loaded over it."""
     placed = (run.placement, run.intervention)
-    student = Student(run.student, materials.arch, *placed, seed=run.seed, **materials.initial).to(device)
+    student = Student(run.student, materials.arch, *placed, seed=run.init_seed, **materials.initial).to(device)
     student.append_blocks(run.phase.active)
     set_trainable(student, run.phase)
     return student
 
 
 def set_trainable(student: Student, phase: Phase) -> None:
-    """Blocks by identity: 'newest' leaves a gradient to the last block only; head and boundary norm always train."""
+    """Blocks by identity: 'newest' leaves a gradient to the last block, head and boundary norm; 'newest-only' to the block."""
+    if phase.trainable == "newest-only":
+        student.requires_grad_(False)
     for block in range(student.active_blocks):
         wanted = phase.trainable == "all" or block == phase.active - 1
         for _, parameter in student.block_parameters(block):
@@ -163,13 +170,25 @@ def load_weights(student: Student, weights: dict[str, Tensor], where: Path) -> N
             own[name].copy_(value)
 
 
+def step_work(phase: Phase, placement: str, layers_per_block: int) -> dict[str, Any]:
+    """What `Flops.train_step` needs to know of a phase: layers run, trained, and frozen ones that a gradient crosses."""
+    layers = phase.active * layers_per_block
+    trained = layers if phase.trainable == "all" else layers_per_block
+    head_trained = phase.trainable != "newest-only"
+    entry_trained = head_trained and PLACEMENTS[placement].boundary == "entry"
+    passed = layers - trained if entry_trained else 0
+    return {"layers": layers, "trained": trained, "passed": passed, "head_trained": head_trained}
+
+
 def trainable_table(student: Student) -> str:
     """One line a phase: parameters in training, and which blocks are frozen."""
     train = sum(p.numel() for p in student.parameters() if p.requires_grad)
     frozen = [
         b for b in range(student.active_blocks) if not any(p.requires_grad for _, p in student.block_parameters(b))
     ]
-    kept = ", ".join(["embedding"] * student.config.freeze_embedding + [f"block {b}" for b in frozen]) or "nothing"
+    outside = {"embedding": student.embed_tokens, "boundary norm": student.norm, "head": student.lm_head}
+    parts = [name for name, module in outside.items() if not module.weight.requires_grad]
+    kept = ", ".join(parts + [f"block {b}" for b in frozen]) or "nothing"
     return f"{student.active_blocks} block(s), {train:,} trainable parameters, frozen: {kept}"
 
 
@@ -193,7 +212,7 @@ def run_phase(
     student = build_student(run, materials, device)
     if parent is not None:
         load_weights(student, parent.weights(), parent.path)
-    optimizer = NamedAdamW(student.named_parameters(), run.optim)
+    optimizer = NamedAdamW(student.named_parameters(), run.optim, student.part_of)
     checkpoints = folder / "checkpoints"
     newest = latest_checkpoint(checkpoints, listener.note) if checkpoints.exists() else None
     if newest is not None:
@@ -201,11 +220,11 @@ def run_phase(
         optimizer.load_state(newest.optimizer())
     elif parent is not None and not phase.reset_optimizer:
         optimizer.load_state(parent.optimizer())
-    counted = {"tokens": 0, "active_layer_tokens": 0, "flops": 0, "seconds": 0.0}
+    counted = {"tokens": 0, "pairs": 0, "active_layer_tokens": 0, "flops": 0, "seconds": 0.0}
     first = 0
     if newest is not None:
         first, counted = newest.step, newest.state["counted"]
-    log = MetricsLog(folder / "metrics.jsonl")
+    log = MetricsLog(folder / "metrics.jsonl", tensorboard=train.tensorboard)
     log.cut_after(first)
     for late in folder.glob("eval/step-*.npz"):
         if int(late.stem.removeprefix("step-")) > first:
@@ -216,9 +235,8 @@ def run_phase(
 
     start = data_start(run.phases, len(run.phases) - 1)
     flops = Flops.of(materials.arch)
-    depth = phase.active * run.student.layers_per_block
-    trained = depth if phase.trainable == "all" else run.student.layers_per_block
-    passed = depth - trained if PLACEMENTS[run.placement].boundary == "entry" else 0  # the entry norm trains
+    work = step_work(phase, run.placement, run.student.layers_per_block)
+    distilled = materials.train_targets is not None
     pending: list[dict[str, Any]] = []
     clock = time.perf_counter()
     since = (clock, 0)
@@ -274,18 +292,17 @@ def run_phase(
             result.loss.backward()
             sums.append(torch.stack([result.loss.detach().double() * num_targets, result.ce_sum, result.kl_sum]))
         lr = learning_rate(run.optim, run.schedule[0] + step, run.schedule[1])
-        grad_norm = optimizer.step(lr)
+        norms = optimizer.step(lr)
         total = torch.stack(sums).sum(0) / num_targets
         record = {"kind": "train", "step": step + 1, "loss": total[0], "ce": total[1]}
-        if materials.train_targets is not None:
+        if distilled:
             record["kl"] = total[2]
-        pending.append(record | {"lr": lr, "grad_norm": grad_norm, "tokens": num_targets})
+        pending.append(record | norms | {"lr": lr, "tokens": num_targets})
         pairs = sum(causal_pairs(micro.lengths) for micro in micro_batches)
         counted["tokens"] += num_targets
-        counted["active_layer_tokens"] += num_targets * depth
-        counted["flops"] += flops.train_step(
-            num_targets, pairs, depth, trained, passed=passed, distilled=materials.train_targets is not None
-        )
+        counted["pairs"] += pairs
+        counted["active_layer_tokens"] += num_targets * work["layers"]
+        counted["flops"] += flops.train_step(num_targets, pairs, **work, distilled=distilled)
         done = step + 1
         if done % train.log_every == 0:
             flush()
@@ -300,6 +317,7 @@ def run_phase(
         student,
         hidden_states(student, train, device),
         materials.held_out,
+        materials.classes,
         micro_tokens=train.micro_tokens,
         device=device,
     )
@@ -319,6 +337,7 @@ def run_phase(
             "parameters": parameter_counts(student),
         },
     )
+    log.close()
     listener.note(f"{run.label} done: held-out ce {last['ce']:.4f} after {counted['seconds']:.0f} s")
 
 

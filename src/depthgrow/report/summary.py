@@ -179,7 +179,8 @@ def _diagnostics(run: Run) -> list[dict[str, Any]]:
                 for kind, values in row["rms"].items()
             }
             blocks.append({k: row[k] for k in ("block", "removal", "angle", "relative_update")} | {"rms": scale})
-        phases.append({"phase": number, "tokens": phase.diagnostics["tokens"], "blocks": blocks})
+        found = {name: phase.diagnostics[name] for name in ("tokens", "layers")}
+        phases.append({"phase": number, "blocks": blocks, **found})
     return phases
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from depthgrow.architecture import Architecture
 from depthgrow.config import fingerprint, to_dict
 from depthgrow.data.batches import MicroBatch
+from depthgrow.data.classes import TokenClasses
 from depthgrow.files import UserError, sha256_file
 from depthgrow.head_loss import TeacherTargets
 
@@ -75,6 +77,11 @@ class LiveTeacher:
     def head_VD(self) -> Tensor:
         return self.model.get_output_embeddings().weight[: self.arch.vocab_size]
 
+    @cached_property
+    def classes(self) -> TokenClasses:
+        """Which of its tokens are special, and which only separate words."""
+        return TokenClasses.of(self.tokenizer, self.arch.vocab_size)
+
     @property
     def initial(self) -> dict[str, Any]:
         """What a student takes over; the tensors are copies, so that training the head leaves a tied embedding alone."""
@@ -83,7 +90,7 @@ class LiveTeacher:
             "embedding_VD": embedding_VD.clone(),
             "head_VD": self.head_VD.clone(),
             "norm_D": self.model.model.norm.weight.clone(),
-            "special_ids": sorted(i for i in self.tokenizer.all_special_ids if i < self.arch.vocab_size),
+            "special_ids": self.classes.special_ids,
         }
 
     @torch.no_grad()
