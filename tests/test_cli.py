@@ -45,6 +45,28 @@ train: {{steps_per_phase: 6, batch_documents: 4, micro_tokens: 150, eval_every: 
     return path
 
 
+def test_the_joint_arm_that_match_names_spends_what_it_promised(recipe, tmp_path, capsys):
+    from depthgrow.report.load import load_study_files
+
+    out = tmp_path / "study"
+    assert main(["train", str(recipe), "--out", str(out), "--arm", "post-grow"]) == 0
+    capsys.readouterr()
+    assert main(["match", str(out), "post-grow", "--json"]) == 0
+    rows = {row["quantity"]: row for row in json.loads(capsys.readouterr().out)}
+    assert [rows[q]["steps"] for q in ("unique_tokens", "active_layer_tokens", "total_tokens")] == [6, 12, 18]
+    arm = rows["active_layer_tokens"]["arm"]
+    assert main(["train", str(recipe), "--out", str(out), "--arm", arm]) == 0
+    runs = load_study_files(out).runs
+    grow, joint = (
+        sum(p.done["counted"]["active_layer_tokens"] for p in runs[a, 42].phases) for a in ("post-grow", arm)
+    )
+    assert joint == pytest.approx(grow, rel=0.1)  # its documents are fresh, so of other lengths
+    assert main(["match", str(out), "post-grow"]) == 0
+    assert arm in capsys.readouterr().out
+    assert main(["match", str(out), "pre-grow"]) == 2
+    assert "unknown arm 'pre-grow'" in capsys.readouterr().err
+
+
 def test_mini_study_from_recipe_to_model(recipe, tmp_path):
     out = tmp_path / "study"
     result = command("study", recipe, "--out", out)

@@ -10,7 +10,7 @@ import torch
 
 from depthgrow.cli import main
 from depthgrow.config import override
-from depthgrow.ledger import Flops, causal_pairs
+from depthgrow.ledger import Flops, causal_pairs, matching_joint
 from depthgrow.plan import architecture_of, make_plan, parameters
 from depthgrow.recipes import load_recipe
 from depthgrow.student import Student, StudentConfig
@@ -72,6 +72,30 @@ def test_flops_equal_what_torch_counts(mini):
     base = flops.train_step(16, 0, 2, 1)
     assert flops.train_step(16, 0, 2, 1, passed=1) - base == flops.forward(16, 0, 1)
     assert flops.train_step(16, 0, 2, 2) - base == 2 * flops.forward(16, 0, 1)
+
+
+def test_joint_matching_grow_in_closed_form():
+    """The paper's own: 50,000 steps on unique tokens, 100,000 on active-layer tokens, 150,000 on total tokens."""
+    arch = architecture_of("Qwen/Qwen3-8B-Base")
+    flops, n, pairs = Flops.of(arch), 62_000, 62_000 * 500
+    spent = {
+        "unique_tokens": 50_000 * n,
+        "total_tokens": 150_000 * n,
+        "active_layer_tokens": 50_000 * n * (3 + 6 + 9),
+        "pairs": 150_000 * pairs,
+        "flops": sum(50_000 * flops.train_step(n, pairs, d, d) for d in (3, 6, 9)),
+    }
+    rows = {row.quantity: row for row in matching_joint(spent, 150_000, 9, flops)}
+    assert [rows[q].steps for q in ("unique_tokens", "active_layer_tokens", "total_tokens")] == [
+        50_000,
+        100_000,
+        150_000,
+    ]
+    # the head costs every step the same, so equal FLOPs lie between equal layers and equal tokens
+    head, stack = n * flops.head_per_token * 4, 3 * flops.forward(n, pairs, 9)
+    assert rows["flops"].steps == round((150_000 * head + 100_000 * stack) / (head + stack))
+    assert 100_000 < rows["flops"].steps < 150_000
+    assert all(row.spent == pytest.approx(row.target, rel=1e-4) for row in rows.values())
 
 
 def test_plan_prints_every_option(capsys):

@@ -69,6 +69,12 @@ def _parser() -> _Parser:
     sub = command("ls", "list a study folder's arms and nodes: done, started, missing, shared")
     sub.add_argument("study", type=Path)
     sub.add_argument("--json", action="store_true")
+    sub = command(
+        "match", "name the joint arms that spend what a finished arm spent: tokens, active-layer tokens, FLOPs"
+    )
+    sub.add_argument("study", type=Path)
+    sub.add_argument("arm", help="for example post-grow")
+    sub.add_argument("--json", action="store_true")
     sub = command("report", "write STUDY/report from the study's files")
     sub.add_argument("study", type=Path)
     sub = command("eval", "evaluate an arm's final checkpoint, or a model folder, on a study's held-out documents")
@@ -78,8 +84,8 @@ def _parser() -> _Parser:
     sub.add_argument("--seed", type=int)
     sub.add_argument("--json", action="store_true")
     sub = command("diagnose", "what each block is worth and sends on: of an arm, or of any Llama, Qwen2 or Qwen3 model")
-    sub.add_argument("target", help="a study folder, or a model folder or hub name (laptop: the shipped teacher)")
-    sub.add_argument("arm", nargs="?", help="an arm, when the target is a study folder")
+    sub.add_argument("target", help="a study folder, or a model folder or hub name")
+    sub.add_argument("arm", nargs="?", help="an arm of a study folder (default: all that are finished)")
     sub.add_argument("--corpora", default="docstrings:stdlib", help="text for a model (default: docstrings:stdlib)")
     sub.add_argument("--documents", type=int, default=32, help="held-out documents of it to use (default: 32)")
     sub.add_argument(
@@ -150,6 +156,8 @@ def _run(options: argparse.Namespace, rest: list[str]) -> int:
 
     if options.command == "ls":
         return status.ls(options.study, as_json=options.json)
+    if options.command == "match":
+        return status.match(options.study, options.arm, as_json=options.json)
     if options.command == "eval":
         return arms.evaluate_arm(options.study, options.arm, options.model, options.seed, options.json)
     if options.command == "diagnose":

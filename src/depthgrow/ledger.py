@@ -45,6 +45,36 @@ class Flops:
         return self.forward(tokens, pairs, layers) + backward + head
 
 
+@dataclass(frozen=True)
+class Match:
+    """The number of full-depth steps that come nearest to ``target`` of ``quantity``, and what they would spend."""
+
+    quantity: str
+    target: int
+    steps: int
+    spent: float
+
+
+def matching_joint(spent: dict[str, int], steps: int, layers: int, flops: Flops) -> list[Match]:
+    """The joint runs of ``layers`` layers that spend what another run spent, one for each quantity of the budget.
+
+    steps* = round(target / cost of one joint step), where a step reads as many tokens and pairs as the other's did.
+
+    Args:
+        spent: 'unique_tokens', 'total_tokens', 'active_layer_tokens', 'flops' of the other run, and its 'pairs'.
+        steps: how many steps the other run made.
+    """
+    tokens, pairs = spent["total_tokens"] / steps, spent["pairs"] / steps
+    cost = {
+        "unique_tokens": tokens,
+        "total_tokens": tokens,
+        "active_layer_tokens": tokens * layers,
+        "flops": flops.train_step(round(tokens), round(pairs), layers, layers),
+    }
+    numbers = {name: max(1, round(spent[name] / cost[name])) for name in cost}
+    return [Match(name, spent[name], numbers[name], numbers[name] * cost[name]) for name in cost]
+
+
 def causal_pairs(lengths: list[int]) -> int:
     """Query-key pairs of causal attention inside each document."""
     return sum(n * (n + 1) // 2 for n in lengths)

@@ -6,10 +6,13 @@ import importlib.util
 import json
 import os
 import shutil
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from depthgrow.files import cache_root, read_json, read_study
+from depthgrow.architecture import Architecture
+from depthgrow.files import UserError, cache_root, read_json, read_study, unknown
+from depthgrow.ledger import Flops, matching_joint
 
 
 def study_status(root: Path) -> dict[str, Any]:
@@ -58,6 +61,37 @@ def ls(root: Path, *, as_json: bool) -> int:
         facts += [f"held-out ce {node['held_out_ce']:.4f}"] if "held_out_ce" in node else []
         shared = " (shared)" if len(node["arms"]) > 1 else ""
         print(f"  {key}  {'  '.join(facts)}  {', '.join(node['arms'])}{shared}")
+    return 0
+
+
+def match(root: Path, arm: str, *, as_json: bool) -> int:
+    """``depthgrow match``: the joint arms that spend what a finished arm of a study spent; returns the exit code.
+
+    Raises:
+        UserError: the arm is not in the study, or not finished.
+    """
+    record = read_study(root)
+    if arm not in record["arms"]:
+        raise unknown("arm", arm, record["arms"])
+    folders = [root / "nodes" / key for key in next(iter(record["arms"][arm].values()))]
+    if not all((folder / "done.json").exists() for folder in folders):
+        raise UserError(f"arm {arm} of {root} is not finished; run the study again, then ask for its matches")
+    done = [read_json(folder / "done.json") for folder in folders]
+    names = {"total_tokens": "tokens", "active_layer_tokens": "active_layer_tokens", "flops": "flops", "pairs": "pairs"}
+    spent = {name: sum(d["counted"][key] for d in done) for name, key in names.items()}
+    spent["unique_tokens"] = done[-1]["unique_tokens"]
+    arch = Architecture(**read_json(root / "teacher.json")["architecture"])
+    student = record["config"]["student"]
+    layers = student["num_blocks"] * student["layers_per_block"]
+    rows = matching_joint(spent, sum(d["steps"] for d in done), layers, Flops.of(arch))
+    arms = [f"{arm.partition('-')[0]}-joint-long@{row.steps}" for row in rows]
+    if as_json:
+        print(json.dumps([{"arm": name} | asdict(row) for name, row in zip(arms, rows, strict=True)], indent=1))
+        return 0
+    print(f"{layers} layers from the first step, on fresh data, for what {arm} of {root} spent:")
+    print(f"{'equal':20} {'spent':>12}  {'joint spends':>12}  arm")
+    for name, row in zip(arms, rows, strict=True):
+        print(f"{row.quantity.replace('_', ' '):20} {row.target:12.4g}  {row.spent:12.4g}  {name}")
     return 0
 
 
