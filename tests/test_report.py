@@ -13,6 +13,9 @@ import pytest
 from conftest import Silent, StopAt
 from depthgrow.files import UserError
 from depthgrow.report.statistics import Estimate, across_seeds, paired_bootstrap
+from depthgrow.report.summary import _claims
+from depthgrow.report.tables import Table
+from depthgrow.report.transitions import transition_metrics, window
 from depthgrow.report.write import write_report
 from depthgrow.runner import run_study
 
@@ -97,13 +100,114 @@ def test_seeds_in_the_report(mini, tmp_path):
         return json.loads((tmp_path / "nodes" / record[arm][str(seed)][-1] / "done.json").read_text())["final"]["ce"]
 
     values = [ce("post-single", s) - ce("pre-single", s) for s in (42, 43, 44)]
-    assert summary["across_seeds"]["Δ single"]["values"] == pytest.approx(values)
-    joint = summary["across_seeds"]["Δ joint"]
+    assert summary["deltas"]["single"]["across"]["values"] == pytest.approx(values)
+    joint = summary["deltas"]["joint"]["across"]
     half = (joint["high"] - joint["low"]) / 2
     assert f"± {half:.3f}" in summary["sentence"]  # the headline is the spread between seeds, not between documents
     assert "across 3 seeds" in summary["sentence"]
     assert summary["deltas"]["single"]["estimate"]["value"] == pytest.approx(np.mean(values), rel=1e-6)
     assert (tmp_path / "report" / "tables" / "across_seeds.csv").exists()
+
+
+def test_a_share_is_the_ratio_of_two_effects_on_the_same_documents():
+    tokens = np.array([1, 3, 6])
+    sums = {"plain": np.array([2.0, 3.0, 5.0]), "mid": np.array([1.5, 2.0, 4.0]), "far": np.array([1.0, 1.0, 3.0])}
+    effect, gap = {"mid": 1.0, "plain": -1.0}, {"far": 1.0, "plain": -1.0}
+    share = paired_bootstrap(tokens, sums, effect, over=gap)
+    assert (share.value, share.low, share.high) == pytest.approx((0.5, 0.5, 0.5))  # each document carries exactly half
+    with pytest.raises(ValueError, match="invalid comparison"):
+        paired_bootstrap(tokens, sums | {"far": np.array([1.0, np.nan, 3.0])}, effect, over=gap)
+
+
+def test_transition_metrics_by_hand():
+    """A step of height 1 for 30 of 200 steps, w = 10: every number follows by counting."""
+    before = [5.0] * 90 + [2.0] * 10
+    after = [3.0] * 30 + [1.0] * 170
+    found = transition_metrics(before, after)
+    assert (found["window"], found["baseline"]) == (10, 2.0)
+    assert (found["jump"], found["peak"]) == pytest.approx((1.0, 1.0))
+    assert found["auc"] == pytest.approx({"2%": 1.0, "10%": 1.0})
+    assert found["recovery"] == 35  # five steps of +1 and five of -1
+    slow = transition_metrics(before, [3.0] * 15 + [2.5] * 185)
+    assert slow["auc"]["10%"] == pytest.approx((15 * 1.0 + 5 * 0.5) / 20)
+    assert slow["recovery"] is None
+    assert window(50_000) == 200  # the published smoothing
+
+
+def test_share_noise_floor_controls_and_ledger_in_the_report(mini, tmp_path):
+    extra = ("pre-grow+forward-norm", "post-grow+reinit", "post-joint-long", "post-joint-longer", "post-grow-fresh")
+    run(replace(mini, arms=(*mini.arms, *extra)), tmp_path)
+    write_report(tmp_path)
+    summary = json.loads((tmp_path / "report" / "report.json").read_text())
+    ce = {arm: values["ce"]["estimate"]["value"] for arm, values in summary["arms"].items()}
+    (row,) = summary["interventions"]
+    effect = ce["pre-grow+forward-norm"] - ce["pre-grow"]
+    assert row["effect"]["estimate"]["value"] == pytest.approx(effect, rel=1e-6)
+    if row["share"] is not None:
+        assert row["share"]["value"] == pytest.approx(effect / (ce["post-grow"] - ce["pre-grow"]), rel=1e-6)
+    floor = summary["noise_floor"]["post-grow+reinit"]["estimate"]["value"]
+    assert floor == pytest.approx(ce["post-grow+reinit"] - ce["post-grow"], rel=1e-6)
+    longer = next(r for r in summary["controls"] if r["arm"] == "post-joint-longer")
+    assert longer["estimate"]["value"] == pytest.approx(ce["post-joint-longer"] - ce["post-grow"], rel=1e-6)
+    assert longer["paper"] == pytest.approx(2.7428 - 2.7330)
+    # counted budgets against the closed form; fresh documents differ in length, documents of one shard do not
+    ledger = {r["arm"]: r for r in summary["ledger"]}
+    grow, joint = ledger["post-grow"], ledger["post-joint"]
+    assert grow["total_tokens"] == 3 * joint["total_tokens"] == 3 * grow["unique_tokens"]
+    assert grow["active_layer_tokens"] / (3 * joint["active_layer_tokens"]) == pytest.approx(18 / 27)
+    assert ledger["post-joint-longer"]["of_grow"]["total_tokens"] == pytest.approx(1, rel=0.1)
+    assert ledger["post-joint-long"]["of_grow"]["active_layer_tokens"] == pytest.approx(1, rel=0.1)
+    for name in ("post-joint-longer", "post-grow-fresh"):
+        assert ledger[name]["unique_tokens"] == ledger[name]["total_tokens"]
+    assert [t["to"] for t in summary["transitions"]["post-grow"]] == [2, 3]
+    assert set(summary["transitions"]["post-grow"][1]["grad_norms"]) == {
+        "block 0",
+        "block 1",
+        "block 2",
+        "boundary norm",
+        "head",
+    }
+    assert summary["transitions"]["post-grow"][0]["grad_norms"]["block 1"]["before"] is None
+
+
+def test_latex_escapes_what_latex_reads():
+    table = Table("t", "Title", ["a_b", "Δ = 5 %"], [["x & y", "−1"]], "note")
+    text = table.latex()
+    assert r"a\_b & $\Delta$ = 5 \% \\" in text
+    assert r"x \& y & $-$1 \\" in text
+    assert text.count(r"\\") == 2
+
+
+def claim(found, start):
+    return next(c["appears"] for c in found if c["claim"].startswith(start))
+
+
+def contrast(value, half):
+    estimate = {"value": value, "low": value - half, "high": value + half}
+    return {"valid": True, "across": None, "estimate": estimate, "seeds": [42], "reason": None}
+
+
+def test_claims_say_yes_no_or_not_settled():
+    def block(removal, std):
+        return {"removal": {"value": removal}, "rms": {"all": {"std": std}}}
+
+    def summary(delta, half, last, std):
+        return {
+            "deltas": {"grow": contrast(delta, half)},
+            "interaction": contrast(delta, half),
+            "ce_per_phase": [{"delta": {"value": 0.1}}, {"delta": {"value": delta}}],
+            "diagnostics": {
+                "pre-grow": [{"blocks": [block(3, 1.0)]}, {"blocks": [block(3, std), block(last, 1)]}],
+                "post-grow": [{"blocks": [block(3, 0.1)]}, {"blocks": [block(3, 0.1), block(2, 1)]}],
+            },
+            "transitions": {"pre-grow": [{"jump": {"value": 0.1}}], "post-grow": [{"jump": {"value": last}}]},
+        }
+
+    names = ("Grown", "The interaction", "The ranking", "Pre's last", "Pre's scale", "Post pays")
+    yes, no = _claims(summary(-0.2, 0.1, 0.2, 3.0)), _claims(summary(0.2, 0.1, 0.5, 1.1))
+    assert [claim(yes, n) for n in names] == ["yes"] * 6
+    assert [claim(no, n) for n in names] == ["no"] * 5 + ["yes"]
+    assert claim(_claims(summary(-0.1, 0.2, 0.2, 3.0)), "Grown") == "not settled"
 
 
 def test_zero_is_excluded_only_when_it_is():
@@ -128,32 +232,36 @@ def test_whole_report(mini, tmp_path):
 
     ce = {arm: final_ce(arm) for arm in study.arms}
     for arm in study.arms:
-        assert summary["arms"][arm]["ce"]["value"] == pytest.approx(ce[arm], rel=1e-9)
+        assert summary["arms"][arm]["ce"]["estimate"]["value"] == pytest.approx(ce[arm], rel=1e-9)
     grow, joint = ce["post-grow"] - ce["pre-grow"], ce["post-joint"] - ce["pre-joint"]
     assert summary["deltas"]["grow"]["estimate"]["value"] == pytest.approx(grow, rel=1e-6)
     assert summary["interaction"]["estimate"]["value"] == pytest.approx(grow - joint, rel=1e-6)
     assert [r["layers"] for r in summary["ce_per_phase"]] == [1, 2, 3]
-    assert summary["validation_curves"]["pre-grow"]["transitions"] == [6, 12]
-    assert summary["validation_curves"]["pre-grow"]["steps"] == [3, 6, 9, 12, 15, 18]
+    assert summary["curves"]["pre-grow"]["transitions"] == [6, 12]
+    assert summary["curves"]["pre-grow"]["steps"] == [3, 6, 9, 12, 15, 18]
     assert not summary["missing"]
     # tables and figures exist in every form, and the page needs nothing from outside
     with (folder / "tables" / "two_by_two.csv").open() as stream:
         rows = list(csv.reader(stream))
-    assert rows[1][0] == "pre"
+    assert rows[1][0] == "joint"
     assert f"{ce['pre-joint']:.4f}" in rows[1][1]
     assert rows[1][2] == "2.7603"
+    assert rows[2][6] == "-0.0328"
     page = (folder / "report.html").read_text()
-    for name in ("interaction", "ce_per_phase", "validation_curves"):
+    for name in ("interaction", "ce_per_phase", "validation", "block_removal", "boundary_rms", "histograms"):
         assert (folder / "figures" / f"{name}.png").stat().st_size > 5000
         assert (folder / "figures" / f"{name}.svg").exists()
-        assert f'id="{name}"' in page
-    assert not re.search(r"(src|href)=\"(https?:)?//", page)
-    assert "<script" not in page
+        assert f'id="figure-{name}"' in page
+    assert not re.search(r"(src|href)=\"(https?:)?//", re.sub(r"<script>.*?</script>", "", page, flags=re.S))
     text = (folder / "report.md").read_text()
     assert "-0.0332" in text
     assert "local files" in text
     # written again from the same files, every byte is the same
-    first = {p.name: p.read_bytes() for p in folder.rglob("*") if p.suffix in (".html", ".md", ".json", ".csv", ".svg")}
+    first = {
+        p.name: p.read_bytes()
+        for p in folder.rglob("*")
+        if p.suffix in (".html", ".md", ".json", ".csv", ".tex", ".svg")
+    }
     write_report(tmp_path)
     assert first == {p.name: p.read_bytes() for p in folder.rglob("*") if p.name in first}
 

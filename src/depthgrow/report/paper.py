@@ -2,27 +2,56 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 SOURCE = "arXiv 2608.13156"
 
-CE = {
-    "pre-joint": 2.7603,
-    "post-joint": 2.7607,
-    "pre-grow": 2.7658,
-    "post-grow": 2.7330,
-    "pre-freeze": 2.9104,
-    "post-freeze": 2.8772,
-    "pre-single": 2.9802,
-    "post-single": 2.9846,
+PAPER: dict[str, Any] = {
+    "source": SOURCE,
+    "ce": {
+        "pre-joint": 2.7603,
+        "post-joint": 2.7607,
+        "pre-grow": 2.7658,
+        "post-grow": 2.7330,
+        "pre-freeze": 2.9104,
+        "post-freeze": 2.8772,
+        "pre-single": 2.9802,
+        "post-single": 2.9846,
+        "post-joint-long": 2.7518,
+        "post-joint-longer": 2.7428,
+    },
+    "ppl": {"pre-single": 19.69, "post-single": 19.78},
+    # CE(post) - CE(pre); interaction = grow - joint
+    "delta": {"joint": 0.0004, "grow": -0.0328, "freeze": -0.0332, "single": 0.0044},
+    "interaction": -0.0332,
+    # (removal in nats, angle as a share of pi) of each block at the end
+    "blocks": {
+        "pre-grow": [(8.13, 0.499), (2.36, 0.310), (0.02, 0.031)],
+        "post-grow": [(8.32, 0.483), (3.74, 0.365), (2.38, 0.342)],
+        "pre-joint": [(8.05, 0.485), (1.47, 0.245), (2.34, 0.360)],
+        "post-joint": [(0.55, 0.395), (0.99, 0.166), (4.00, 0.437)],
+    },
+    # loss at the two transitions, in nats per token; recovery in steps of 50,000
+    "transitions": {
+        "pre-grow": [
+            {"jump": 0.0226, "auc": {"2%": 0.0694, "10%": 0.1217}, "recovery": 101},
+            {"jump": 0.0230, "auc": {"2%": 0.0688, "10%": 0.1277}, "recovery": 19_054},
+        ],
+        "post-grow": [
+            {"jump": 0.2500, "auc": {"2%": 0.1820, "10%": 0.1464}, "recovery": 19_914},
+            {"jump": 0.2847, "auc": {"2%": 0.2059, "10%": 0.1774}, "recovery": 19_426},
+        ],
+    },
+    # RMS of the stream leaving block 0: std over tokens, and means by class of token, at the first and the last phase's end
+    "scale": {
+        "pre": {"std": (5.81, 19.98), "structural": (119.0, 425.0), "regular": (7.1, 11.5)},
+        "post": {"std": (0.07, 0.19), "structural": (None, 2.45), "regular": (None, 2.40)},
+    },
+    # total and unique tokens
+    "tokens": {
+        "joint": (3.11e9, 3.11e9),
+        "grow": (9.34e9, 3.11e9),
+        "joint-long": (6.22e9, 6.22e9),
+        "joint-longer": (9.34e9, 9.34e9),
+    },
 }
-
-DELTA = {"joint": 0.0004, "grow": -0.0328, "freeze": -0.0332}  # CE(post) - CE(pre)
-INTERACTION = -0.0332  # DELTA[grow] - DELTA[joint]
-# (removal in nats, angle as a share of pi) of each block at the end
-BLOCKS = {
-    "pre-grow": [(8.13, 0.499), (2.36, 0.310), (0.02, 0.031)],
-    "post-grow": [(8.32, 0.483), (3.74, 0.365), (2.38, 0.342)],
-    "pre-joint": [(8.05, 0.485), (1.47, 0.245), (2.34, 0.360)],
-    "post-joint": [(0.55, 0.395), (0.99, 0.166), (4.00, 0.437)],
-}
-
-SINGLE_DELTA = 0.0044  # after grow's first phase

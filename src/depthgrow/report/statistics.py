@@ -42,6 +42,7 @@ def paired_bootstrap(
     sums: Mapping[str, NDArray[np.float64]],
     contrast: Mapping[str, float],
     *,
+    over: Mapping[str, float] | None = None,
     draws: int = DRAWS,
     seed: int = 0,
 ) -> Estimate:
@@ -50,13 +51,14 @@ def paired_bootstrap(
     Args:
         tokens: target tokens of each document; sums: per arm, the summed loss of each document, same order.
         contrast: weight per arm, e.g. {'post-grow': 1, 'pre-grow': -1}.
+        over: a second contrast to divide by instead of the tokens: one effect as a share of another.
 
     Raises:
         ValueError: a loss is not finite: a comparison with a missing value has no answer.
     """
-    combined = sum(weight * sums[arm] for arm, weight in contrast.items())
-    assert isinstance(combined, np.ndarray)
-    if not np.isfinite(combined).all():
+    combined = np.sum([weight * sums[arm] for arm, weight in contrast.items()], axis=0)
+    divisor = tokens if over is None else np.sum([weight * sums[arm] for arm, weight in over.items()], axis=0)
+    if not (np.isfinite(combined).all() and np.isfinite(divisor).all()):
         raise ValueError("invalid comparison: a loss is not finite")
     rng = np.random.default_rng(seed)
     count = len(tokens)
@@ -64,9 +66,9 @@ def paired_bootstrap(
     for start in range(0, draws, 1000):
         size = min(1000, draws - start)
         times = rng.multinomial(count, np.full(count, 1 / count), size=size)
-        values[start : start + size] = (times @ combined) / (times @ tokens)
+        values[start : start + size] = (times @ combined) / (times @ divisor)
     low, high = np.quantile(values, [0.025, 0.975])
-    return Estimate(float(combined.sum() / tokens.sum()), float(low), float(high))
+    return Estimate(float(combined.sum() / divisor.sum()), float(low), float(high))
 
 
 @dataclass(frozen=True)

@@ -2,42 +2,53 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from depthgrow.files import UserError
-from depthgrow.report import paper
 from depthgrow.report.load import Run, StudyFiles
+from depthgrow.report.paper import PAPER
 from depthgrow.report.statistics import Estimate, across_seeds, mean_over_seeds, paired_bootstrap
+from depthgrow.report.transitions import smoothed, transitions
 
-SCHEMA = 1
+SCHEMA = 2
+CURRICULA = ("joint", "grow", "freeze", "single")
 INTERACTION = {"post-grow": 1.0, "pre-grow": -1.0, "post-joint": -1.0, "pre-joint": 1.0}
+BUDGET = {"total_tokens": "tokens", "active_layer_tokens": "active_layer_tokens", "train_flops": "flops"}
+NEAR_IDENTITY = 0.1  # a block is near-identity when it is worth less than this share of the arm's costliest block
 
 
 def summarise(study: StudyFiles) -> dict[str, Any]:
-    """The report's content. Cells whose runs are not finished are absent, and named in ``missing``."""
-    arms = {arm: _arm(study, arm) for arm in study.arms if study.complete_seeds(arm)}
-    deltas = {
-        curriculum: _delta(study, f"post-{curriculum}", f"pre-{curriculum}")
-        for curriculum in ("joint", "grow", "freeze", "single")
-        if study.complete_seeds(f"post-{curriculum}", f"pre-{curriculum}")
-    }
-    return {
+    """The report's content. Arms that are not finished are absent, and named in ``missing``."""
+    arms = [arm for arm in study.arms if study.complete_seeds(arm)]
+    summary = {
         "schema": SCHEMA,
         "study": study.config["name"],
         "seeds": study.seeds,
-        "arms": arms,
-        "deltas": deltas,
-        "interaction": _interaction(study),
-        "across_seeds": _across_seeds(study),
+        "arms": {arm: _arm(study, arm) for arm in arms},
+        "deltas": {
+            c: _contrast(study, {f"post-{c}": 1.0, f"pre-{c}": -1.0}) | {"paper": PAPER["delta"].get(c)}
+            for c in CURRICULA
+            if f"post-{c}" in study.arms and f"pre-{c}" in study.arms
+        },
+        "interaction": _contrast(study, INTERACTION) | {"paper": PAPER["interaction"]}
+        if set(INTERACTION) <= set(study.arms)
+        else None,
+        "controls": _controls(study, arms),
+        "interventions": _interventions(study),
+        "noise_floor": {
+            arm: _contrast(study, {arm: 1.0, arm.removesuffix("+reinit"): -1.0})
+            for arm in study.arms
+            if arm.endswith("+reinit") and arm.removesuffix("+reinit") in study.arms
+        },
         "ce_per_phase": _ce_per_phase(study),
-        "validation_curves": {arm: _curve(study.runs[arm, study.seeds[0]]) for arm in study.arms},
-        "diagnostics": {arm: _diagnostics(study.runs[arm, study.complete_seeds(arm)[0]]) for arm in arms},
-        "ledger": [_ledger(study, arm) for arm in arms],
+        "curves": {arm: _curves(study.runs[arm, study.seeds[0]]) for arm in study.arms},
+        "diagnostics": {arm: _diagnostics([study.runs[arm, s] for s in study.complete_seeds(arm)]) for arm in arms},
+        "transitions": {arm: _transitions([study.runs[arm, s] for s in study.complete_seeds(arm)]) for arm in arms},
+        "ledger": _ledgers(study, arms),
         "teacher": study.teacher,
         "data": {k: study.data.get(k) for k in ("corpora", "train", "held_out", "train_text_sha256", "skipped_files")},
         "config": study.config,
@@ -51,191 +62,311 @@ def summarise(study: StudyFiles) -> dict[str, Any]:
             for (arm, seed), run in study.runs.items()
             if not run.complete
         ],
-        "paper": {
-            "source": paper.SOURCE,
-            "ce": paper.CE,
-            "delta": paper.DELTA,
-            "interaction": paper.INTERACTION,
-            "blocks": paper.BLOCKS,
-        },
-    } | {"sentence": sentence(study, deltas)}
+        "paper": PAPER,
+    }
+    return summary | {"claims": _claims(summary), "sentence": sentence(summary)}
 
 
-def _final(run: Run) -> dict[str, NDArray[Any]]:
-    return run.phases[-1].documents()
+def _contrast(
+    study: StudyFiles, weights: Mapping[str, float], over: Mapping[str, float] | None = None
+) -> dict[str, Any]:
+    """A weighted sum of arms' final held-out CE, or its ratio to a second one.
 
-
-def _estimate(study: StudyFiles, contrast: Mapping[str, float], quantity: str = "ce") -> Estimate | None:
-    """A contrast of arms' final values, per-document sums averaged over the seeds all of them have; None if none has."""
-    seeds = study.complete_seeds(*contrast)
+    'estimate': per-document sums averaged over the seeds that all of the arms have, bootstrapped over documents;
+    'across': over one value a seed, where there are two or more; 'reason': in words, where there is no valid answer.
+    """
+    arms = [*weights, *(over or {})]
+    seeds = study.complete_seeds(*arms)
+    result: dict[str, Any] = {"estimate": None, "across": None, "valid": False, "seeds": seeds, "reason": None}
     if not seeds:
-        return None
-    finals = {arm: [_final(study.runs[arm, seed]) for seed in seeds] for arm in contrast}
-    tokens = next(iter(finals.values()))[0]["tokens"]
-    sums = {arm: mean_over_seeds([final[quantity] for final in found]) for arm, found in finals.items()}
-    if any(not np.isfinite(value).all() for value in sums.values()):
-        return None
+        absent = [arm for arm in dict.fromkeys(arms) if not study.complete_seeds(arm)]
+        return result | {"reason": f"{', '.join(absent) or 'no seed of all its arms'} not finished"}
+    finals = {arm: [study.runs[arm, seed].phases[-1].documents() for seed in seeds] for arm in arms}
+    broken = [arm for arm, found in finals.items() if any(not np.isfinite(f["ce"]).all() for f in found)]
+    if broken:
+        return result | {"reason": f"a loss of {', '.join(broken)} is not finite"}
+    tokens = finals[arms[0]][0]["tokens"]
     if any(not np.array_equal(final["tokens"], tokens) for found in finals.values() for final in found):
         raise UserError(
-            f"{study.root}: {', '.join(contrast)} were evaluated on different documents; delete it and run again"
+            f"{study.root}: {', '.join(arms)} were evaluated on different documents; delete it and run again"
         )
-    return paired_bootstrap(tokens, sums, contrast)
+    sums = {arm: mean_over_seeds([final["ce"] for final in found]) for arm, found in finals.items()}
+    estimate = paired_bootstrap(tokens, sums, weights, over=over)
+    if over is None and len(seeds) >= 2:
+        ce = {arm: [final["ce"].sum() / tokens.sum() for final in found] for arm, found in finals.items()}
+        values = [sum(w * ce[arm][i] for arm, w in weights.items()) for i in range(len(seeds))]
+        result["across"] = asdict(across_seeds(values))
+    return result | {"estimate": estimate.as_dict(), "valid": True}
 
 
-def _as_dict(estimate: Estimate | None) -> dict[str, float] | None:
-    return None if estimate is None else estimate.as_dict()
+def headline(contrast: dict[str, Any]) -> Estimate:
+    """Across seeds where there are several, since they move a result more than documents do; else over documents."""
+    found = contrast["across"]
+    return Estimate(found["mean"], found["low"], found["high"]) if found else Estimate(**contrast["estimate"])
+
+
+def _over_seeds(values: Sequence[float | None]) -> dict[str, float | None]:
+    """Mean of one value a seed, with its t-interval where there are two or more; all None where one is missing."""
+    finite = [v for v in values if v is not None and np.isfinite(v)]
+    if len(finite) < len(values) or not finite:
+        return {"value": None, "low": None, "high": None}
+    if len(finite) == 1:
+        return {"value": finite[0], "low": None, "high": None}
+    found = across_seeds(finite)
+    return {"value": found.mean, "low": found.low, "high": found.high}
 
 
 def _arm(study: StudyFiles, arm: str) -> dict[str, Any]:
     seeds = study.complete_seeds(arm)
-    finals = [study.runs[arm, seed].phases[-1].done["final"] for seed in seeds]
+    phases = [study.runs[arm, seed].phases[-1] for seed in seeds]
+    finals = [phase.done["final"] for phase in phases]
     # null stands for a number that was not finite: the mean is none either
     mean = {name: float(np.mean([np.nan if f[name] is None else f[name] for f in finals])) for name in finals[0]}
-    layers = study.runs[arm, seeds[0]].phases[-1].active * study.config["student"]["layers_per_block"]
     return mean | {
-        "ce": _as_dict(_estimate(study, {arm: 1.0})) or {"value": mean["ce"], "low": mean["ce"], "high": mean["ce"]},
-        "layers": layers,
+        "ce": _contrast(study, {arm: 1.0}),
+        "layers": phases[0].active * study.config["student"]["layers_per_block"],
         "seeds": seeds,
-        "valid": _estimate(study, {arm: 1.0}) is not None,
-        "paper_ce": paper.CE.get(arm),
-        "parameters": study.runs[arm, seeds[0]].phases[-1].done["parameters"],
+        "paper_ce": PAPER["ce"].get(arm),
+        "parameters": phases[0].done["parameters"],
     }
 
 
-def _delta(study: StudyFiles, post: str, pre: str) -> dict[str, Any]:
-    estimate = _estimate(study, {post: 1.0, pre: -1.0})
-    curriculum = post.partition("-")[2]
-    reference = paper.SINGLE_DELTA if curriculum == "single" else paper.DELTA.get(curriculum)
-    seeds = study.complete_seeds(post, pre)
-    return {"estimate": _as_dict(estimate), "valid": estimate is not None, "paper": reference, "seeds": seeds}
+def _split(arm: str) -> tuple[str, str, str]:
+    """'pre-grow+forward-norm' -> ('pre', 'grow', 'forward-norm')."""
+    base, _, extra = arm.partition("+")
+    placement, _, curriculum = base.partition("-")
+    return placement, curriculum, extra
 
 
-def _interaction(study: StudyFiles) -> dict[str, Any] | None:
-    if not study.complete_seeds(*INTERACTION):
-        return None
-    estimate = _estimate(study, INTERACTION)
-    return {"estimate": _as_dict(estimate), "valid": estimate is not None, "paper": paper.INTERACTION}
-
-
-def _across_seeds(study: StudyFiles) -> dict[str, Any]:
-    """Each difference and the interaction, one value a seed; only where two seeds or more are finished and finite."""
-    contrasts: dict[str, dict[str, float]] = {
-        f"Δ {c}": {f"post-{c}": 1.0, f"pre-{c}": -1.0} for c in ("joint", "grow", "freeze", "single")
-    }
-    contrasts["interaction"] = dict(INTERACTION)
-    found = {}
-    for name, contrast in contrasts.items():
-        values = []
-        for seed in study.complete_seeds(*contrast):
-            finals = {arm: study.runs[arm, seed].phases[-1].done["final"]["ce"] for arm in contrast}
-            values.append(sum(w * finals[a] if finals[a] is not None else np.nan for a, w in contrast.items()))
-        if len(values) >= 2 and np.isfinite(values).all():
-            found[name] = asdict(across_seeds(values))
-    return found
-
-
-def _ce_per_phase(study: StudyFiles) -> list[dict[str, Any]]:
-    """Grow's phases at the first seed that has both placements: CE of each at the phase's end, and their difference."""
-    both = [s for s in study.seeds if all((f"{p}-grow", s) in study.runs for p in ("pre", "post"))]
-    if not both:
-        return []
-    pre, post = (study.runs[f"{p}-grow", both[0]].phases for p in ("pre", "post"))
+def _controls(study: StudyFiles, arms: list[str]) -> list[dict[str, Any]]:
+    """Every finished plain arm that is neither of the 2 x 2: its CE against the grown arm of its placement."""
     rows = []
-    for number, (a, b) in enumerate(zip(pre, post, strict=False), 1):
-        first, second = a.documents(), b.documents()
-        if not (np.isfinite(first["ce"]).all() and np.isfinite(second["ce"]).all()):
-            continue
-        sums = {"pre": first["ce"], "post": second["ce"]}
-        delta = paired_bootstrap(first["tokens"], sums, {"post": 1.0, "pre": -1.0})
-        layers = a.active * study.config["student"]["layers_per_block"]
-        ce = {"pre": a.done["final"]["ce"], "post": b.done["final"]["ce"]}
-        rows.append({"phase": number, "layers": layers, **ce, "delta": delta.as_dict(), "seed": both[0]})
+    for arm in arms:
+        placement, curriculum, extra = _split(arm)
+        grown = f"{placement}-grow"
+        if grown in study.arms and curriculum != "grow" and not extra:
+            stated = PAPER["ce"].get(arm), PAPER["ce"].get(grown)
+            reference = None if None in stated else stated[0] - stated[1]
+            rows.append({"arm": arm, "against": grown, "paper": reference} | _contrast(study, {arm: 1.0, grown: -1.0}))
     return rows
 
 
-def _curve(run: Run) -> dict[str, list[Any]]:
+def _interventions(study: StudyFiles) -> list[dict[str, Any]]:
+    """Each intervention arm against the plain arm, and that effect as a share of the gap to the other placement."""
+    rows = []
+    for arm in study.arms:
+        placement, curriculum, name = _split(arm)
+        plain, other = f"{placement}-{curriculum}", f"{'post' if placement == 'pre' else 'pre'}-{curriculum}"
+        if not name or name == "reinit" or plain not in study.arms:
+            continue
+        effect, gap = {arm: 1.0, plain: -1.0}, {other: 1.0, plain: -1.0}
+        row: dict[str, Any] = {
+            "arm": arm,
+            "plain": plain,
+            "other": other,
+            "effect": _contrast(study, effect),
+            "share": None,
+        }
+        row["gap"] = _contrast(study, gap)
+        if row["gap"]["valid"] and row["effect"]["valid"] and Estimate(**row["gap"]["estimate"]).excludes_zero:
+            row["share"] = _contrast(study, effect, over=gap)["estimate"]
+        rows.append(row)
+    return rows
+
+
+def _ce_per_phase(study: StudyFiles) -> list[dict[str, Any]]:
+    """CE at the end of each of grow's phases, mean over the seeds finished in both placements (else the first's finished
+    phases), and the difference."""
+    if not {"pre-grow", "post-grow"} <= set(study.arms):
+        return []
+    seeds = study.complete_seeds("pre-grow", "post-grow") or study.seeds[:1]
+    runs = {p: [study.runs[f"{p}-grow", s].phases for s in seeds] for p in ("pre", "post")}
+    rows = []
+    for number in range(min(len(phases) for found in runs.values() for phases in found)):
+        ends = {p: [phases[number] for phases in found] for p, found in runs.items()}
+        documents = {p: [phase.documents() for phase in found] for p, found in ends.items()}
+        if not all(np.isfinite(d["ce"]).all() for found in documents.values() for d in found):
+            continue
+        tokens = documents["pre"][0]["tokens"]
+        sums = {p: mean_over_seeds([d["ce"] for d in found]) for p, found in documents.items()}
+        ce = {p: float(value.sum() / tokens.sum()) for p, value in sums.items()}
+        values = [
+            float((b["ce"].sum() - a["ce"].sum()) / tokens.sum())
+            for a, b in zip(documents["pre"], documents["post"], strict=True)
+        ]
+        delta = paired_bootstrap(tokens, sums, {"post": 1.0, "pre": -1.0}).as_dict()
+        layers = ends["pre"][0].active * study.config["student"]["layers_per_block"]
+        row = {"phase": number + 1, "layers": layers, **ce, "seeds": len(seeds)}
+        rows.append(row | {"delta": _over_seeds(values) if len(seeds) >= 2 else delta})
+    return rows
+
+
+def _curves(run: Run) -> dict[str, Any]:
+    """Over an arm's steps: held-out CE, training loss and gradient norms (bin means), and where blocks were appended."""
     steps: list[int] = []
     ce: list[float] = []
-    transitions: list[int] = []
-    offset = 0
+    appended: list[int] = []
+    offset, active = 0, 0
     for phase in run.phases:
-        if offset and phase.active > run.phases[0].active:
-            transitions.append(offset)
+        if active and phase.active > active:
+            appended.append(offset)
         for record in phase.evaluations():
             steps.append(offset + record["step"])
             ce.append(record["ce"])
-        offset += phase.steps
-    return {"steps": steps, "ce": ce, "transitions": transitions}
+        offset, active = offset + phase.steps, phase.active
+    parts = [f"grad_norm block {b}" for b in range(active)]
+    norms = {part.removeprefix("grad_norm "): smoothed(run, part) for part in parts}
+    return {"steps": steps, "ce": ce, "transitions": appended, "loss": smoothed(run, "loss"), "grad_norms": norms}
 
 
-def _diagnostics(run: Run) -> list[dict[str, Any]]:
-    """Of each phase: its blocks' removal, angle and relative update, and the scale of the stream they send on."""
-    phases = []
-    for number, phase in enumerate(run.phases, 1):
-        blocks = []
-        for row in phase.diagnostics["blocks"]:
-            scale = {
-                kind: {name: values.get(name) for name in ("count", "mean", "std", "kurtosis", "max")}
-                for kind, values in row["rms"].items()
-            }
-            blocks.append({k: row[k] for k in ("block", "removal", "angle", "relative_update")} | {"rms": scale})
-        found = {name: phase.diagnostics[name] for name in ("tokens", "layers")}
-        phases.append({"phase": number, "blocks": blocks, **found})
-    return phases
+def _diagnostics(runs: list[Run]) -> list[dict[str, Any]]:
+    """Of each phase: its blocks' and layers' removal, angle and relative update over seeds; the scale of the stream (first
+    seed)."""
+    result = []
+    for number in range(len(runs[0].phases)):
+        found = [run.phases[number].diagnostics for run in runs]
+
+        def over(kind: str, index: int, names: tuple[str, ...], found: list[Any] = found) -> dict[str, Any]:
+            return {name: _over_seeds([f[kind][index][name] for f in found]) for name in names}
+
+        names = ("removal", "angle", "relative_update")
+        first = found[0]
+        blocks = [
+            {"block": b, "rms": row["rms"], "outliers": row["outliers"]} | over("blocks", b, names)
+            for b, row in enumerate(first["blocks"])
+        ]
+        layers = [{"layer": i, "sink": row["sink"]} | over("layers", i, names) for i, row in enumerate(first["layers"])]
+        result.append({"phase": number + 1, "tokens": first["tokens"], "blocks": blocks, "layers": layers})
+    return result
 
 
-def _ledger(study: StudyFiles, arm: str) -> dict[str, Any]:
-    run = study.runs[arm, study.complete_seeds(arm)[0]]
-    counted = [phase.done["counted"] for phase in run.phases]
-    return {
-        "arm": arm,
-        "phases": len(run.phases),
-        "layers": [phase.active * study.config["student"]["layers_per_block"] for phase in run.phases],
-        "steps": sum(phase.steps for phase in run.phases),
-        "total_tokens": sum(c["tokens"] for c in counted),
-        "unique_tokens": run.phases[-1].done["unique_tokens"],
-        "active_layer_tokens": sum(c["active_layer_tokens"] for c in counted),
-        "train_flops": sum(c["flops"] for c in counted),
-        "seconds": sum(c["seconds"] for c in counted),
+def _transitions(runs: list[Run]) -> list[dict[str, Any]]:
+    """Each transition's metrics over seeds; recovery is the first seed's list of steps, None where a phase ended first."""
+    result = []
+    for found in zip(*map(transitions, runs), strict=True):
+        row = {k: found[0][k] for k in ("from", "to", "window", "steps", "grad_norms")}
+        row |= {name: _over_seeds([f[name] for f in found]) for name in ("baseline", "jump", "peak")}
+        row["auc"] = {share: _over_seeds([f["auc"][share] for f in found]) for share in found[0]["auc"]}
+        result.append(row | {"recovery": [f["recovery"] for f in found]})
+    return result
+
+
+def _ledgers(study: StudyFiles, arms: list[str]) -> list[dict[str, Any]]:
+    """What each arm consumed (first seed), and that as a ratio to the grown arm of its placement."""
+    rows = {}
+    for arm in arms:
+        run = study.runs[arm, study.complete_seeds(arm)[0]]
+        counted = [phase.done["counted"] for phase in run.phases]
+        spent = {name: sum(c[key] for c in counted) for name, key in BUDGET.items()}
+        rows[arm] = {
+            "arm": arm,
+            "layers": [phase.active * study.config["student"]["layers_per_block"] for phase in run.phases],
+            "steps": sum(phase.steps for phase in run.phases),
+            "unique_tokens": run.phases[-1].done["unique_tokens"],
+            "seconds": sum(c["seconds"] for c in counted),
+        } | spent
+    for arm, row in rows.items():
+        grown = rows.get(f"{_split(arm)[0]}-grow")
+        row["of_grow"] = {k: row[k] / grown[k] for k in (*BUDGET, "unique_tokens")} if grown else None
+    return list(rows.values())
+
+
+def _claims(summary: dict[str, Any]) -> list[dict[str, str]]:
+    """What the paper reports, and whether it appears here: yes, no, or not settled by these intervals."""
+
+    def sign(contrast: dict[str, Any] | None, form: str = "{:+.3f} ± {:.3f}") -> tuple[str, str] | None:
+        if contrast is None or not contrast["valid"]:
+            return None
+        found = headline(contrast)
+        verdict = "not settled" if not found.excludes_zero else "yes" if found.value < 0 else "no"
+        return verdict, form.format(found.value, found.half_width)
+
+    grow, rows = summary["deltas"].get("grow"), summary["ce_per_phase"]
+    claims: list[tuple[str, str, tuple[str, str] | None]] = [
+        ("Grown, post-norm is ahead (Δ grow < 0)", "−0.033", sign(grow)),
+        ("The interaction is negative", "−0.033", sign(summary["interaction"])),
+    ]
+    if len(rows) > 1:
+        deltas = [row["delta"]["value"] for row in rows]
+        crossed = "yes" if deltas[0] > 0 > deltas[-1] else "no"
+        claims.append(
+            (
+                "The ranking crosses over while growing",
+                "+0.004 → −0.033",
+                (crossed, " → ".join(f"{d:+.3f}" for d in deltas)),
+            )
+        )
+    ends = {
+        arm: phases[-1]["blocks"] for arm, phases in summary["diagnostics"].items() if len(phases[-1]["blocks"]) > 1
     }
+    if {"pre-grow", "post-grow"} <= ends.keys():
+        worth = {arm: [row["removal"]["value"] for row in ends[arm]] for arm in ("pre-grow", "post-grow")}
+        if all(v is not None for values in worth.values() for v in values):
+            share = {arm: values[-1] / max(values) for arm, values in worth.items()}
+            verdict = "yes" if share["pre-grow"] < NEAR_IDENTITY <= share["post-grow"] else "no"
+            text = f"{worth['pre-grow'][-1]:.3f} against {worth['post-grow'][-1]:.3f} nats"
+            claims.append(
+                ("Pre's last block is near-identity, post's is not", "0.02 against 2.38 nats", (verdict, text))
+            )
+        spread = {
+            arm: [phase["blocks"][0]["rms"]["all"].get("std") for phase in summary["diagnostics"][arm]] for arm in worth
+        }
+        if all(values[0] and values[-1] for values in spread.values()):
+            growth = {arm: values[-1] / values[0] for arm, values in spread.items()}
+            drifts = growth["pre-grow"] > 1.2 and spread["pre-grow"][-1] > 2 * spread["post-grow"][-1]
+            text = f"std ×{growth['pre-grow']:.2f} to {spread['pre-grow'][-1]:.2f}; post {spread['post-grow'][-1]:.3f}"
+            claims.append(
+                (
+                    "Pre's scale after block 0 drifts, post's does not",
+                    "std ×3.44 to 19.98; post 0.19",
+                    ("yes" if drifts else "no", text),
+                )
+            )
+    jumps = [summary["transitions"].get(f"{p}-grow") for p in ("pre", "post")]
+    if all(jumps):
+        pre, post = ([row["jump"]["value"] for row in found] for found in jumps)
+        if all(v is not None for v in (*pre, *post)):
+            verdict = "yes" if all(b > a for a, b in zip(pre, post, strict=True)) else "no"
+            text = f"{', '.join(f'{v:.2f}' for v in post)} against {', '.join(f'{v:.2f}' for v in pre)}"
+            claims.append(
+                ("Post pays more when a block is appended (jump)", "0.25, 0.28 against 0.02, 0.02", (verdict, text))
+            )
+    return [
+        {"claim": text, "paper": stated, "appears": found[0], "ours": found[1]}
+        for text, stated, found in claims
+        if found
+    ]
 
 
-def _headline(values: dict[str, Any], seeds: dict[str, Any] | None) -> Estimate:
-    """Across seeds where there are several, since they move a result more than documents do; else over documents."""
-    if seeds is not None:
-        return Estimate(seeds["mean"], seeds["low"], seeds["high"])
-    return Estimate(**values["estimate"])
-
-
-def _clause(name: str, delta: dict[str, Any], seeds: dict[str, Any] | None) -> str:
+def _clause(name: str, delta: dict[str, Any]) -> str:
     if not delta["valid"]:
-        return f"under {name} the comparison is invalid (a loss is not finite)"
-    estimate = _headline(delta, seeds)
+        return f"under {name} the comparison is invalid ({delta['reason']})"
+    estimate = headline(delta)
     if not estimate.excludes_zero:
         return f"under {name} the two cannot be told apart ({estimate.value:+.3f} ± {estimate.half_width:.3f})"
     ahead = "post-norm" if estimate.value < 0 else "pre-norm"
     return f"under {name} {ahead} is ahead by {abs(estimate.value):.3f} ± {estimate.half_width:.3f} nats per token"
 
 
-def sentence(study: StudyFiles, deltas: dict[str, Any]) -> str:
+def sentence(summary: dict[str, Any]) -> str:
     """The finding in plain words, with what it rests on."""
-    across = _across_seeds(study)
+    deltas, interaction = summary["deltas"], summary["interaction"]
     named = [name for name in ("grow", "joint", "freeze") if name in deltas]
-    if not named:
+    valid = [name for name in named if deltas[name]["valid"]]
+    if not named or not any(deltas[name]["valid"] or "finite" in deltas[name]["reason"] for name in named):
         return "Nothing to compare yet: no curriculum has both placements finished."
-    text = "; ".join(_clause(name, deltas[name], across.get(f"Δ {name}")) for name in named)
-    interaction = _interaction(study)
+    text = "; ".join(_clause(name, deltas[name]) for name in named)
     if interaction is not None and interaction["valid"]:
-        estimate = _headline(interaction, across.get("interaction"))
+        estimate = headline(interaction)
         if not estimate.excludes_zero:
             verdict = "not distinguishable from none"
-        elif (estimate.value < 0) == (paper.INTERACTION < 0):
-            verdict = f"the same sign as the paper's {paper.INTERACTION:+.3f}"
+        elif (estimate.value < 0) == (PAPER["interaction"] < 0):
+            verdict = f"the same sign as the paper's {PAPER['interaction']:+.3f}"
         else:
-            verdict = f"the opposite sign of the paper's {paper.INTERACTION:+.3f}"
+            verdict = f"the opposite sign of the paper's {PAPER['interaction']:+.3f}"
         text += f". The interaction is {estimate.value:+.3f} ± {estimate.half_width:.3f}, {verdict}"
-    counts = sorted({len(deltas[name]["seeds"]) for name in named})
+    counts = sorted({len(deltas[name]["seeds"]) for name in valid})
     basis = "over held-out documents; one seed: how far another initialisation would move it is not measured"
-    if counts != [1]:
+    if counts and counts != [1]:
         basis = f"across {' or '.join(map(str, counts))} seeds"
     return f"{text[0].upper()}{text[1:]} (95 % {basis})."

@@ -1,12 +1,16 @@
-"""The tables as rows of text: one definition for HTML, Markdown and CSV."""
+"""The tables as rows of text: one definition for HTML, Markdown, CSV and LaTeX."""
 
 from __future__ import annotations
 
 import csv
 import io
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import yaml
+
+DEFINITIONS: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("definitions.yaml").read_text())
 MISSING = "–"
 CLASSES = ("document_boundary", "delimiter", "regular", "outlier")
 
@@ -26,80 +30,147 @@ class Table:
         csv.writer(buffer).writerows([self.header, *self.rows])
         return buffer.getvalue()
 
+    def latex(self) -> str:
+        """A booktabs tabular, to be included in a document."""
+        lines = [" & ".join(map(_tex, row)) + r" \\" for row in (self.header, *self.rows)]
+        columns = "l" + "r" * (len(self.header) - 1)
+        body = [r"\toprule", lines[0], r"\midrule", *lines[1:], r"\bottomrule"]
+        return "\n".join(
+            [f"% {self.title}: {self.note}", rf"\begin{{tabular}}{{{columns}}}", *body, r"\end{tabular}", ""]
+        )
+
     def markdown(self) -> str:
         lines = [self.header, ["---"] * len(self.header), *self.rows]
         return "\n".join("| " + " | ".join(row) + " |" for row in lines)
+
+
+TEX = {
+    **{c: rf"\{c}" for c in "&%$#_{}"},
+    "\\": r"\textbackslash{}",
+    "~": r"\textasciitilde{}",
+    "^": r"\textasciicircum{}",
+    **{
+        "Δ": r"$\Delta$",
+        "π": r"$\pi$",
+        "×": r"$\times$",
+        "÷": r"$\div$",
+        "±": r"$\pm$",
+        "→": r"$\to$",
+        "−": "$-$",
+        "–": "--",
+    },
+}
+
+
+def _tex(text: str) -> str:
+    return "".join(TEX.get(c, c) for c in text)
 
 
 def _number(value: float | None, form: str = ".4f") -> str:
     return MISSING if value is None else format(value, form)
 
 
-def _interval(estimate: dict[str, float] | None, form: str = ".4f") -> str:
-    if estimate is None:
-        return "invalid"
+def _interval(estimate: dict[str, Any] | None, form: str = ".4f") -> str:
+    """'value [low, high]'; the value alone where there is no interval."""
+    if estimate is None or estimate["value"] is None:
+        return MISSING
+    if estimate["low"] is None:
+        return f"{estimate['value']:{form}}"
     return f"{estimate['value']:{form}} [{estimate['low']:{form}}, {estimate['high']:{form}}]"
 
 
-def _tokens(value: int) -> str:
-    return f"{value:,}"
+def _compared(contrast: dict[str, Any] | None, form: str = "+.4f") -> str:
+    """A comparison's interval over documents, or in words why there is none."""
+    if contrast is None:
+        return MISSING
+    return _interval(contrast["estimate"], form) if contrast["valid"] else f"invalid: {contrast['reason']}"
+
+
+def _seeds(contrast: dict[str, Any], form: str = "+.4f") -> str:
+    found = contrast["across"]
+    return MISSING if found is None else _interval({"value": found["mean"]} | found, form)
+
+
+def _table(name: str, header: list[str], rows: list[list[str]]) -> Table:
+    return Table(name, DEFINITIONS["tables"][name]["title"], header, rows, DEFINITIONS["tables"][name]["text"])
+
+
+def claims(summary: dict[str, Any]) -> Table:
+    rows = [[c["claim"], c["appears"], c["ours"], c["paper"]] for c in summary["claims"]]
+    return _table("claims", ["", "appears", "ours", "paper"], rows)
 
 
 def two_by_two(summary: dict[str, Any]) -> Table:
-    curricula = [c for c in ("joint", "grow", "freeze", "single") if any(a.endswith(f"-{c}") for a in summary["arms"])]
+    arms, stated = summary["arms"], summary["paper"]["ce"]
+    curricula = [c for c in ("joint", "grow", "freeze", "single") if any(f"{p}-{c}" in arms for p in ("pre", "post"))]
     rows = []
-    for placement in ("pre", "post"):
-        row = [placement]
-        for curriculum in curricula:
-            arm = summary["arms"].get(f"{placement}-{curriculum}")
-            ours = MISSING if arm is None else _interval(arm["ce"]) if arm["valid"] else "invalid"
-            row += [ours, _number(summary["paper"]["ce"].get(f"{placement}-{curriculum}"))]
-        rows.append(row)
-    row = ["Δ = post − pre"]
     for curriculum in curricula:
+        row = [curriculum]
+        for placement in ("pre", "post"):
+            arm = arms.get(f"{placement}-{curriculum}")
+            row += [_compared(arm and arm["ce"], ".4f"), _number(stated.get(f"{placement}-{curriculum}"))]
         delta = summary["deltas"].get(curriculum)
-        row += [
-            MISSING if delta is None else _interval(delta["estimate"], "+.4f"),
-            MISSING if delta is None else _number(delta["paper"], "+.4f"),
-        ]
-    rows.append(row)
+        rows.append([*row, _compared(delta), _number(delta and delta["paper"], "+.4f")])
     interaction = summary["interaction"]
-    if interaction is not None:
-        pad = [""] * (2 * len(curricula) - 2)
-        rows.append(
-            ["interaction", _interval(interaction["estimate"], "+.4f"), _number(interaction["paper"], "+.4f"), *pad]
-        )
-    return Table(
-        "two_by_two",
-        "Held-out CE: placement × curriculum",
-        ["", *(cell for c in curricula for cell in (f"{c}, ours", f"{c}, paper"))],
-        rows,
-        "Cross-entropy in nats per target token on whole held-out documents, at the scheduled end of each arm, never its "
-        "best checkpoint. Brackets: central 95 % of a paired bootstrap over documents. interaction = Δ grow − Δ joint. "
-        "The paper's figures come from another teacher, text and size: compare signs and ratios, not values.",
-    )
+    if interaction is not None and rows:
+        rows.append(["interaction", "", "", "", "", _compared(interaction), _number(interaction["paper"], "+.4f")])
+    return _table("two_by_two", ["", "pre", "paper", "post", "paper", "Δ = post − pre", "paper"], rows)
 
 
 def across_seeds(summary: dict[str, Any]) -> Table:
+    named = {f"Δ {name}": delta for name, delta in summary["deltas"].items()} | {"interaction": summary["interaction"]}
+    named |= {f"{row['arm']} − {row['plain']}": row["effect"] for row in summary["interventions"]}
+    named |= {f"{row['arm']} − {row['against']}": row for row in summary["controls"]}
+    named |= {f"{arm} − itself": floor for arm, floor in summary["noise_floor"].items()}
+    found = {name: contrast["across"] for name, contrast in named.items() if contrast and contrast["across"]}
     rows = [
         [
             name,
             str(len(s["values"])),
-            _interval({"value": s["mean"], "low": s["low"], "high": s["high"]}, "+.4f"),
+            _interval({"value": s["mean"]} | s, "+.4f"),
             _number(s["std"]),
             f"{s['negative']} / {s['positive']}",
             str(s["needed"]) if s["needed"] < 10_000 else "over 9,999",
         ]
-        for name, s in summary["across_seeds"].items()
+        for name, s in found.items()
     ]
-    return Table(
-        "across_seeds",
-        "Across seeds",
-        ["", "seeds", "mean [95 % t-interval]", "std", "below / above 0", "seeds for ± 0.005"],
-        rows,
-        "One value a seed: initialisation and data order differ, paired across arms. Δ = CE(post) − CE(pre) in nats per token. "
-        "Last column: seeds at which the t-interval's half-width would be 0.005 at this std.",
+    return _table(
+        "across_seeds", ["", "seeds", "mean [95 % t-interval]", "std", "below / above 0", "seeds for ± 0.005"], rows
     )
+
+
+def controls(summary: dict[str, Any]) -> Table:
+    arms = summary["arms"]
+    rows = [
+        [
+            row["arm"],
+            _compared(arms[row["arm"]]["ce"], ".4f"),
+            _number(arms[row["arm"]]["paper_ce"]),
+            _compared(row),
+            _seeds(row),
+            _number(row["paper"], "+.4f"),
+        ]
+        for row in summary["controls"]
+    ]
+    return _table("controls", ["arm", "CE", "paper", "CE − CE(grow)", "across seeds", "paper"], rows)
+
+
+def interventions(summary: dict[str, Any]) -> Table:
+    rows = [
+        [
+            row["arm"],
+            _compared(row["effect"]),
+            f"{_compared(row['gap'])} to {row['other']}",
+            _interval(row["share"], "+.2f") if row["share"] else "no gap to explain",
+        ]
+        for row in summary["interventions"]
+    ]
+    return _table("interventions", ["arm", "CE − CE(plain)", "the gap", "share of the gap"], rows)
+
+
+def noise_floor(summary: dict[str, Any]) -> Table:
+    rows = [[arm, _compared(floor), _seeds(floor)] for arm, floor in summary["noise_floor"].items()]
+    return _table("noise_floor", ["arm", "CE − CE(same arm, other draw)", "across seeds"], rows)
 
 
 def quantities(summary: dict[str, Any]) -> Table:
@@ -107,7 +178,10 @@ def quantities(summary: dict[str, Any]) -> Table:
         [
             arm,
             str(values["layers"]),
-            *(_number(values["ce"]["value"] if q == "ce" else values.get(q)) for q in ("ce", "kl", "soft_ce")),
+            *(
+                _number((values["ce"]["estimate"] or {"value": None})["value"] if q == "ce" else values.get(q))
+                for q in ("ce", "kl", "soft_ce")
+            ),
             _number(values.get("teacher_entropy")),
             _number(values["ppl"], ".2f"),
             f"{values['parameters']['trainable']:,}",
@@ -128,13 +202,8 @@ def quantities(summary: dict[str, Any]) -> Table:
                 f"{summary['teacher']['parameters']:,} (frozen)",
             ]
         )
-    return Table(
-        "quantities",
-        "What each arm reached",
-        ["arm", "layers", "ce", "kl", "soft_ce", "teacher entropy", "ppl", "trainable parameters"],
-        rows,
-        "kl = KL(teacher ‖ student), zero for identical models. soft_ce = kl + teacher entropy, the student's "
-        "cross-entropy under the teacher's distribution. ppl = exp(ce). All at temperature 1, nats per target token.",
+    return _table(
+        "quantities", ["arm", "layers", "ce", "kl", "soft_ce", "teacher entropy", "ppl", "trainable parameters"], rows
     )
 
 
@@ -143,46 +212,7 @@ def ce_per_phase(summary: dict[str, Any]) -> Table:
         [str(r["phase"]), str(r["layers"]), _number(r["pre"]), _number(r["post"]), _interval(r["delta"], "+.4f")]
         for r in summary["ce_per_phase"]
     ]
-    signs = [r["delta"]["value"] < 0 for r in summary["ce_per_phase"]]
-    crossing = next((i + 1 for i in range(1, len(signs)) if signs[i] != signs[i - 1]), None)
-    text = "The ranking does not cross over."
-    if crossing:
-        text = (
-            f"The ranking crosses over at phase {crossing}, to {'post' if signs[crossing - 1] else 'pre'}-norm ahead."
-        )
-    return Table(
-        "ce_per_phase",
-        "CE after each growth phase",
-        ["phase", "layers", "pre-grow", "post-grow", "Δ = post − pre"],
-        rows,
-        f"Held-out CE at the end of each phase. {text} In the paper Δ is +0.0044 after the first phase and −0.0328 "
-        "after the last.",
-    )
-
-
-def ledger(summary: dict[str, Any]) -> Table:
-    rows = [
-        [
-            r["arm"],
-            " → ".join(map(str, r["layers"])),
-            _tokens(r["steps"]),
-            _tokens(r["total_tokens"]),
-            _tokens(r["unique_tokens"]),
-            _tokens(r["active_layer_tokens"]),
-            f"{r['train_flops']:.3e}",
-            f"{r['seconds']:.0f}",
-        ]
-        for r in summary["ledger"]
-    ]
-    return Table(
-        "ledger",
-        "Budget ledger",
-        ["arm", "layers", "steps", "total tokens", "unique tokens", "active-layer tokens", "FLOPs", "seconds"],
-        rows,
-        "Counted from what the steps consumed: non-padding target tokens. Active-layer tokens = Σ tokens(t) × active "
-        "layers(t). FLOPs of matrix products of student and teacher head, forward and backward. Phases shared between "
-        "arms count in each.",
-    )
+    return _table("ce_per_phase", ["phase", "layers", "pre-grow", "post-grow", "Δ = post − pre"], rows)
 
 
 def block_removal(summary: dict[str, Any]) -> Table:
@@ -191,25 +221,24 @@ def block_removal(summary: dict[str, Any]) -> Table:
         reference = summary["paper"]["blocks"].get(arm, [])
         for row in phases[-1]["blocks"]:
             stated = reference[row["block"]] if row["block"] < len(reference) else (None, None)
+            cells = [_interval(row["removal"], ".3f"), _number(stated[0], ".2f"), _interval(row["angle"], ".3f")]
             rows.append(
-                [
-                    arm,
-                    str(row["block"]),
-                    _number(row["removal"], ".3f"),
-                    _number(stated[0], ".2f"),
-                    _number(row["angle"], ".3f"),
-                    _number(stated[1], ".3f"),
-                    _number(row["relative_update"], ".3f"),
-                ]
+                [arm, str(row["block"]), *cells, _number(stated[1], ".3f"), _interval(row["relative_update"], ".3f")]
             )
-    return Table(
-        "block_removal",
-        "What each block is worth",
-        ["arm", "block", "removal ΔCE", "paper", "angle / π", "paper", "relative update"],
-        rows,
-        "At the end of each arm, on a fixed batch of held-out documents (first seed). removal ΔCE: nats per token lost when "
-        "the block is bypassed. angle: mean over tokens of arccos(cos(h_in, h_out)) / π. relative update: mean of "
-        "‖h_out − h_in‖ / ‖h_in‖. A block near 0 in all three does next to nothing.",
+    return _table(
+        "block_removal", ["arm", "block", "removal ΔCE", "paper", "angle / π", "paper", "relative update"], rows
+    )
+
+
+def layers(summary: dict[str, Any]) -> Table:
+    rows = []
+    for arm, phases in summary["diagnostics"].items():
+        for row in phases[-1]["layers"]:
+            sink = f"{max(row['sink']):.2f} ({sum(row['sink']) / len(row['sink']):.2f})"
+            values = [_interval(row[name], ".3f") for name in ("removal", "angle", "relative_update")]
+            rows.append([arm, str(row["layer"]), *values, sink])
+    return _table(
+        "layers", ["arm", "layer", "removal ΔCE", "angle / π", "relative update", "first-token attention"], rows
     )
 
 
@@ -218,38 +247,128 @@ def boundary_scale(summary: dict[str, Any]) -> Table:
     for arm, phases in summary["diagnostics"].items():
         for phase in phases:
             for row in phase["blocks"]:
-                scale = row["rms"]
-                rows.append(
-                    [
-                        arm,
-                        str(phase["phase"]),
-                        str(row["block"]),
-                        *(_number(scale["all"][name], ".3f") for name in ("mean", "std")),
-                        _number(scale["all"]["kurtosis"], ".1f"),
-                        *(_number(scale[kind].get("mean"), ".3f") for kind in CLASSES),
-                    ]
-                )
-    return Table(
+                scale = row["rms"]["all"]
+                shape = [
+                    _number(scale.get("mean"), ".3f"),
+                    _number(scale.get("std"), ".3f"),
+                    _number(scale.get("kurtosis"), ".1f"),
+                ]
+                classes = [_number(row["rms"][kind].get("mean"), ".3f") for kind in CLASSES]
+                rows.append([arm, str(phase["phase"]), str(row["block"]), *shape, *classes])
+    return _table(
         "boundary_scale",
-        "Scale of the stream leaving each block",
         ["arm", "phase", "block", "mean RMS", "std", "kurtosis", *(kind.replace("_", " ") for kind in CLASSES)],
         rows,
-        "Root mean square of the residual stream per token, at the end of each phase (first seed). kurtosis: fourth "
-        "standardised moment, 3 for a normal. Last columns: mean by class of token. document boundary: special tokens and each "
-        "document's first (the paper's structural tokens); delimiter: newlines and punctuation; outlier: any other above five "
-        "times the median; regular: the rest. "
-        "In the paper, after block 0, std goes 5.81 → 19.98 under pre and stays at 0.07–0.19 under post.",
     )
 
 
-def build_tables(summary: dict[str, Any]) -> list[Table]:
-    tables = [
-        two_by_two(summary),
-        across_seeds(summary),
-        ce_per_phase(summary),
-        quantities(summary),
-        block_removal(summary),
-        boundary_scale(summary),
-        ledger(summary),
+def outliers(summary: dict[str, Any]) -> Table:
+    rows = [
+        [
+            arm,
+            str(row["block"]),
+            repr(t["text"]),
+            str(t["document"]),
+            str(t["position"]),
+            f"{t['rms']:.1f}",
+            str(t["channel"]),
+        ]
+        for arm, phases in summary["diagnostics"].items()
+        for row in phases[-1]["blocks"]
+        for t in row["outliers"][:3]
     ]
-    return [table for table in tables if table.rows]
+    return _table("outliers", ["arm", "after block", "token", "document", "position", "RMS", "channel"], rows)
+
+
+def transitions(summary: dict[str, Any]) -> Table:
+    rows = []
+    for arm, found in summary["transitions"].items():
+        for number, row in enumerate(found):
+            stated = dict(enumerate(summary["paper"]["transitions"].get(arm, []))).get(number)
+            back = ", ".join("not within" if r is None else str(r) for r in row["recovery"])
+            cells = [_interval(row[name], ".3f") for name in ("jump", "peak")]
+            cells += [_interval(row["auc"][share], ".3f") for share in row["auc"]]
+            paper = MISSING
+            if stated is not None:
+                auc = stated["auc"]
+                paper = f"{stated['jump']:.3f} / {auc['2%']:.3f} / {auc['10%']:.3f} / {stated['recovery']:,} of 50,000"
+            rows.append([arm, f"{row['from']} → {row['to']}", *cells, f"{back} of {row['steps']:,}", paper])
+    return _table(
+        "transitions",
+        [
+            "arm",
+            "blocks",
+            "jump",
+            "peak",
+            "AUC 2 %",
+            "AUC 10 %",
+            "recovery, steps",
+            "paper: jump / AUC 1k / AUC 5k / recovery",
+        ],
+        rows,
+    )
+
+
+def gradients(summary: dict[str, Any]) -> Table:
+    rows = []
+    for arm, found in summary["transitions"].items():
+        for row in found:
+            for part, norms in row["grad_norms"].items():
+                cells = [_number(norms[name], ".3f") for name in ("before", "after", "end")]
+                rows.append([arm, f"{row['from']} → {row['to']}", part, *cells])
+    return _table("gradients", ["arm", "blocks", "part", "before", "after", "end of the phase"], rows)
+
+
+def ledger(summary: dict[str, Any]) -> Table:
+    names = ("total_tokens", "unique_tokens", "active_layer_tokens")
+    rows = [
+        [
+            r["arm"],
+            " → ".join(map(str, r["layers"])),
+            f"{r['steps']:,}",
+            *(f"{r[name]:,}" for name in names),
+            f"{r['train_flops']:.3e}",
+            f"{r['seconds']:.0f}",
+        ]
+        for r in summary["ledger"]
+    ]
+    return _table(
+        "ledger",
+        ["arm", "layers", "steps", "total tokens", "unique tokens", "active-layer tokens", "FLOPs", "seconds"],
+        rows,
+    )
+
+
+def matches(summary: dict[str, Any]) -> Table:
+    names = ("total_tokens", "unique_tokens", "active_layer_tokens", "train_flops")
+    rows = [
+        [r["arm"], *(f"{r['of_grow'][name]:.3f}" for name in names)]
+        for r in summary["ledger"]
+        if r["of_grow"] and not r["arm"].endswith("-grow")
+    ]
+    return _table("matches", ["arm", "total tokens", "unique tokens", "active-layer tokens", "FLOPs"], rows)
+
+
+BUILDERS = (
+    claims,
+    two_by_two,
+    across_seeds,
+    ce_per_phase,
+    controls,
+    interventions,
+    noise_floor,
+    quantities,
+    transitions,
+    gradients,
+    block_removal,
+    layers,
+    boundary_scale,
+    outliers,
+    ledger,
+    matches,
+)
+
+
+def build_tables(summary: dict[str, Any]) -> list[Table]:
+    """Every table that the study's finished arms have rows for."""
+    return [table for table in (build(summary) for build in BUILDERS) if table.rows]

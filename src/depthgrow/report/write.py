@@ -1,4 +1,4 @@
-"""Write DIR/report: report.html, report.md, report.json, tables/*.csv, figures/*.png and *.svg."""
+"""Write DIR/report: report.html, report.md, report.json, tables/*.csv and *.tex, figures/*.png and *.svg."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from typing import Any
 import jinja2
 
 from depthgrow.files import write_atomic, write_json
-from depthgrow.report.figures import FIGURES, save
+from depthgrow.report.charts import build_charts
+from depthgrow.report.draw import interactive, picture, save
 from depthgrow.report.load import load_study_files
 from depthgrow.report.summary import summarise
-from depthgrow.report.tables import Table, build_tables
+from depthgrow.report.tables import DEFINITIONS, Table, build_tables
 
 
 @dataclass(frozen=True)
@@ -36,16 +37,15 @@ def write_report(root: Path) -> Written:
     (folder / "figures").mkdir(parents=True, exist_ok=True)
     (folder / "tables").mkdir(exist_ok=True)
     drawn = []
-    for name, (draw, title) in FIGURES.items():
-        figure = draw(summary)
-        if figure is not None:
-            caption = " ".join((draw.__doc__ or "").split())
-            drawn.append(
-                {"name": name, "title": title, "caption": caption, "svg": save(figure, folder / "figures" / name)}
-            )
+    library = _plotly()
+    for chart in build_charts(summary):
+        parts = {"svg": save(picture(chart), folder / "figures" / chart.name)}
+        parts["plot"] = json.dumps(interactive(chart)).replace("</", "<\\/") if library else ""
+        drawn.append({"id": f"figure-{chart.name}", "title": chart.title, "text": chart.caption} | parts)
     tables = build_tables(summary)
     for table in tables:
         write_atomic(folder / "tables" / f"{table.name}.csv", table.csv())
+        write_atomic(folder / "tables" / f"{table.name}.tex", table.latex())
     write_json(folder / "report.json", summary)
     provenance = _provenance(summary)
     write_atomic(folder / "report.md", _markdown(summary, tables, drawn, provenance))
@@ -54,13 +54,33 @@ def write_report(root: Path) -> Written:
     ).get_template("report.html.j2")
     page = template.render(
         summary=summary,
-        tables=tables,
-        figures=drawn,
+        parts=_in_order(tables, drawn),
+        plotly=library,
         provenance=provenance,
         config=json.dumps(summary["config"], indent=1),
     )
     write_atomic(folder / "report.html", page)
     return Written(folder / "report.html", summary["sentence"])
+
+
+def _in_order(tables: list[Table], figures: list[dict[str, str]]) -> list[dict[str, Any]]:
+    """Each table followed by the figures that show it; figures of tables that are not there come last."""
+    after = {f"figure-{name}": f"table-{values['after']}" for name, values in DEFINITIONS["figures"].items()}
+    found: list[dict[str, Any]] = []
+    for table in tables:
+        head = {"id": f"table-{table.name}", "title": table.title, "text": table.note}
+        found.append(head | {"header": table.header, "rows": table.rows})
+        found += [figure for figure in figures if after[figure["id"]] == f"table-{table.name}"]
+    return found + [figure for figure in figures if figure not in found]
+
+
+def _plotly() -> str:
+    """The source of plotly.js, for one page that works offline; empty without the extra: the page has pictures alone."""
+    try:
+        from plotly.offline import get_plotlyjs
+    except ImportError:
+        return ""
+    return get_plotlyjs()
 
 
 def _provenance(summary: dict[str, Any]) -> list[tuple[str, str]]:
@@ -114,7 +134,8 @@ def _markdown(
     for table in tables:
         parts += [f"## {table.title}", table.markdown(), table.note]
     for figure in figures:
-        parts += [f"## {figure['title']}", f"![{figure['title']}](figures/{figure['name']}.png)", figure["caption"]]
+        name = figure["id"].removeprefix("figure-")
+        parts += [f"## {figure['title']}", f"![{figure['title']}](figures/{name}.png)", figure["text"]]
     parts += ["## Provenance", "\n".join(f"- {name}: {value}" for name, value in provenance)]
     parts += ["## Config", "```json\n" + json.dumps(summary["config"], indent=1) + "\n```"]
     return "\n\n".join(parts) + "\n"

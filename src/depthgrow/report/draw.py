@@ -1,0 +1,118 @@
+"""A chart as a picture (matplotlib) and as an interactive plot (the JSON that plotly.js reads)."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+from matplotlib.figure import Figure
+
+from depthgrow.report.charts import Chart, Series
+
+DASH = {"solid": "-", "dash": "--", "dot": ":"}
+WIDTH, HEIGHT = 7.6, 3.9  # inches
+
+
+def picture(chart: Chart) -> Figure:
+    """All panels in one row."""
+    matplotlib.rcParams.update({"svg.hashsalt": "depthgrow", "svg.fonttype": "path", "font.size": 9.5})
+    figure = Figure(figsize=(WIDTH if len(chart.panels) == 1 else 1.2 * WIDTH, HEIGHT), layout="constrained")
+    for column, panel in enumerate(chart.panels):
+        axes: Any = figure.add_subplot(1, len(chart.panels), column + 1)
+        axes.grid(alpha=0.25)
+        axes.spines[["top", "right"]].set_visible(False)
+        for x in panel.lines:
+            axes.axvline(x, color="#888888", linewidth=0.9, linestyle=":")
+        for series in panel.series:
+            _plot(axes, series)
+        axes.set(xlabel=panel.x_label, ylabel=panel.y_label, title=panel.title or None)
+        if panel.log_x:
+            axes.set_xscale("log")
+        if panel.log_y:
+            axes.set_yscale("log")
+        if panel.ticks is not None:
+            axes.set_xticks(range(len(panel.ticks)), panel.ticks, rotation=20 if len(panel.ticks) > 4 else 0)
+        elif panel.series and len(set(panel.series[0].x)) <= 4:
+            axes.set_xticks(sorted(set(panel.series[0].x)))
+        if len(panel.series) > 1:
+            axes.legend(frameon=False, fontsize=8)
+    return figure
+
+
+def _plot(axes: Any, series: Series) -> None:
+    y = [float("nan") if v is None else v for v in series.y]
+    error = None
+    if series.low is not None and series.high is not None:
+        error = [
+            [v - a for v, a in zip(y, series.low, strict=True)],
+            [b - v for v, b in zip(y, series.high, strict=True)],
+        ]
+    if series.kind == "bar":
+        width = 0.18 if any(x != round(x) for x in series.x) else 0.5
+        axes.bar(
+            series.x, y, width=width, color=series.colour, label=series.label, yerr=error, error_kw={"linewidth": 0.9}
+        )
+    elif series.kind == "mark":
+        axes.plot(series.x, y, "_", color=series.colour, markersize=10, markeredgewidth=1.7, label=series.label)
+    else:
+        x = [float("nan") if v is None else v for v in series.x]
+        style = {"color": series.colour, "linestyle": DASH[series.dash], "label": series.label}
+        axes.errorbar(x, y, yerr=error, marker="o" if series.points else None, markersize=4, linewidth=1.4, **style)
+
+
+def interactive(chart: Chart) -> dict[str, Any]:
+    """The same as plotly traces and layout; the page sets colours of text and grid."""
+    data: list[dict[str, Any]] = []
+    layout: dict[str, Any] = {"shapes": [], "annotations": [], "barmode": "overlay"}
+    if len(chart.panels) > 1:
+        layout["grid"] = {"rows": 1, "columns": len(chart.panels), "pattern": "independent"}
+    for number, panel in enumerate(chart.panels, 1):
+        suffix = "" if number == 1 else str(number)
+        x_axis: dict[str, Any] = {"title": {"text": panel.x_label}, "type": "log" if panel.log_x else "linear"}
+        if panel.ticks is not None:
+            x_axis |= {"tickvals": list(range(len(panel.ticks))), "ticktext": panel.ticks}
+        title = f"{panel.title}: {panel.y_label}" if panel.title else panel.y_label
+        layout[f"xaxis{suffix}"] = x_axis
+        layout[f"yaxis{suffix}"] = {"title": {"text": title}, "type": "log" if panel.log_y else "linear"}
+        for x in panel.lines:
+            place = {"xref": f"x{suffix}", "yref": f"y{suffix} domain", "x0": x, "x1": x, "y0": 0, "y1": 1}
+            layout["shapes"].append({"type": "line", "line": {"dash": "dot", "width": 1, "color": "#888888"}} | place)
+        for series in panel.series:
+            data.append(
+                _trace(series)
+                | {"xaxis": f"x{suffix}", "yaxis": f"y{suffix}", "showlegend": number == 1 or bool(panel.title)}
+            )
+    return {"data": data, "layout": layout}
+
+
+def _trace(series: Series) -> dict[str, Any]:
+    trace: dict[str, Any] = {"name": series.label, "x": series.x, "y": series.y}
+    if series.low is not None and series.high is not None:
+        up = [b - v for v, b in zip(series.y, series.high, strict=True)]
+        down = [v - a for v, a in zip(series.y, series.low, strict=True)]
+        trace["error_y"] = {"type": "data", "symmetric": False, "array": up, "arrayminus": down, "thickness": 1}
+    if series.kind == "bar":
+        width = 0.18 if any(x != round(x) for x in series.x) else 0.5
+        return trace | {"type": "bar", "marker": {"color": series.colour}, "width": width}
+    if series.kind == "mark":
+        marker = {"symbol": "line-ew", "size": 16, "line": {"width": 2.5, "color": "ink"}}
+        return trace | {"type": "scatter", "mode": "markers", "marker": marker}
+    mode = "lines+markers" if series.points else "lines"
+    return trace | {
+        "type": "scatter",
+        "mode": mode,
+        "line": {"color": series.colour, "dash": series.dash},
+        "connectgaps": False,
+    }
+
+
+def save(figure: Figure, stem: Path) -> str:
+    """Write PNG and SVG; returns the SVG as text for the page."""
+    figure.savefig(stem.with_suffix(".png"), dpi=160)
+    buffer = io.StringIO()
+    figure.savefig(buffer, format="svg", metadata={"Date": None})
+    text = buffer.getvalue()
+    stem.with_suffix(".svg").write_text(text)
+    return text[text.index("<svg") :]
