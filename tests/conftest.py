@@ -130,8 +130,8 @@ class Silent:
     def note(self, text):
         self.notes.append(text)
 
-    def begin(self, work):
-        self.work = work
+    def begin(self, work, paths, states):
+        self.work, self.paths, self.states = work, paths, states
 
     def progress(self, label, step, num_steps, values):
         self.reports.append((label, step, num_steps, values))

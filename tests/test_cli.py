@@ -99,7 +99,9 @@ def test_mini_study_from_recipe_to_model(recipe, tmp_path):
     evaluation = command("eval", out, "post-grow", "--json")
     assert evaluation.returncode == 0, evaluation.stderr
     report = json.loads((out / "report" / "report.json").read_text())
-    assert json.loads(evaluation.stdout)["ce"] == pytest.approx(report["arms"]["post-grow"]["ce"]["value"], abs=1e-9)
+    assert json.loads(evaluation.stdout)["ce"] == pytest.approx(
+        report["arms"]["post-grow"]["ce"]["estimate"]["value"], abs=1e-9
+    )
     export = command("export", out, "pre-joint", "--to", tmp_path / "model")
     assert export.returncode == 0, export.stderr
     folder = command("eval", out, "--model", tmp_path / "model", "--json")

@@ -28,7 +28,7 @@ def test_time_left_is_right_within_a_quarter_after_a_tenth(clock, jobs):
     stream = io.StringIO()
     console = Console(stream, interactive=False)
     costs = {"a": 3.0, "b": 3.0, "c": 9.0, "d": 9.0}
-    console.begin({label: Work(cost, 0, 100) for label, cost in costs.items()})
+    console.begin({label: Work(cost, 0, 100) for label, cost in costs.items()}, {}, {})
     clock[0] += 30  # imports
     total = sum(100 * c for c in costs.values()) * 0.01 / jobs
     begin = clock[0]
@@ -48,7 +48,7 @@ def test_plain_lines_hold_the_facts_and_do_not_flood(clock):
     console = Console(stream, interactive=False)
     with console:
         console.note("loading")
-        console.begin({"a": Work(1.0, 0, 100)})
+        console.begin({"a": Work(1.0, 0, 100)}, {}, {})
         for step in range(1, 100):
             clock[0] += 1
             console.progress("a", step, 100, {"loss": 2.0, "tokens_per_second": 1234.0})
@@ -65,7 +65,25 @@ def test_bars_on_a_terminal():
     stream = io.StringIO()
     with Console(stream, interactive=True) as console:
         console.note("[not markup]")
-        console.begin({"a": Work(1.0, 0, 10)})
+        console.begin({"a": Work(1.0, 0, 10)}, {"pre-joint": {"42": ["a"]}, "pre-long": {"42": ["a", "b"]}}, {})
         console.progress("a", 5, 10, {"loss": 2.0})
         console.progress("a", 10, 10, {"held_out_ce": 2.0})
-    assert "[not markup]" in stream.getvalue()
+    text = stream.getvalue()
+    assert "[not markup]" in text
+    last = text[text.rindex("pre-joint") :]
+    assert "pre-joint  ●" in last
+    assert "pre-long   (●)○" in last
+
+
+def test_tree_shows_what_is_done_started_left_and_shared():
+    paths = {"pre-grow": {"42": ["a", "b"], "43": ["c", "d"]}, "pre-freeze": {"42": ["a", "e"]}}
+    stream = io.StringIO()
+    console = Console(stream, interactive=False)
+    console.begin({}, paths, {"a": "done", "b": "started"})
+    lines = [line.rstrip() for line in stream.getvalue().splitlines()]
+    assert lines == [
+        "            seed 42  seed 43",
+        "pre-grow    ●◐       ○○",
+        "pre-freeze  (●)○",
+        "● done  ◐ started  ○ left  (in parentheses: shared with an arm above)",
+    ]

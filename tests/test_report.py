@@ -122,12 +122,12 @@ def test_a_share_is_the_ratio_of_two_effects_on_the_same_documents():
 def test_transition_metrics_by_hand():
     """A step of height 1 for 30 of 200 steps, w = 10: every number follows by counting."""
     before = [5.0] * 90 + [2.0] * 10
-    after = [3.0] * 30 + [1.0] * 170
+    after = [3.0] * 30 + [0.9] * 170
     found = transition_metrics(before, after)
     assert (found["window"], found["baseline"]) == (10, 2.0)
     assert (found["jump"], found["peak"]) == pytest.approx((1.0, 1.0))
     assert found["auc"] == pytest.approx({"2%": 1.0, "10%": 1.0})
-    assert found["recovery"] == 35  # five steps of +1 and five of -1
+    assert found["recovery"] == 35  # five steps of +1 and five of -1.1
     slow = transition_metrics(before, [3.0] * 15 + [2.5] * 185)
     assert slow["auc"]["10%"] == pytest.approx((15 * 1.0 + 5 * 0.5) / 20)
     assert slow["recovery"] is None

@@ -1,4 +1,4 @@
-"""What a person sees while a study runs: two bars on a terminal, plain lines with the same facts elsewhere."""
+"""What a person sees of a study: its tree and bars on a terminal, plain lines with the same facts elsewhere."""
 
 from __future__ import annotations
 
@@ -8,11 +8,16 @@ from dataclasses import replace
 from typing import Any, TextIO
 
 from rich.console import Console as RichConsole
+from rich.console import Group, RenderableType
+from rich.live import Live
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
+from rich.table import Table
 
-from depthgrow.trainer import Work
+from depthgrow.trainer import Paths, Work
 
 PLAIN_EVERY = 15.0  # seconds between two progress lines where there is no terminal
+MARKS = {"done": "●", "started": "◐", "missing": "○"}
+LEGEND = "● done  ◐ started  ○ left  (in parentheses: shared with an arm above)"
 
 
 def duration(seconds: float) -> str:
@@ -20,6 +25,21 @@ def duration(seconds: float) -> str:
     minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
+
+
+def tree_table(paths: Paths, states: dict[str, str]) -> Table:
+    """One line an arm, one column a seed, one mark a phase. ``states`` knows the nodes that are not missing."""
+    seeds = list(dict.fromkeys(seed for per_seed in paths.values() for seed in per_seed))
+    table = Table("", *(f"seed {seed}" for seed in seeds), box=None, padding=(0, 2, 0, 0))
+    seen: set[str] = set()
+    for arm, per_seed in paths.items():
+        cells = []
+        for seed in seeds:
+            marks = [(node, MARKS[states.get(node, "missing")]) for node in per_seed.get(seed, [])]
+            cells.append("".join(f"({mark})" if node in seen else mark for node, mark in marks))
+            seen.update(node for node, _ in marks)
+        table.add_row(arm, *cells)
+    return table
 
 
 class Console:
@@ -39,24 +59,33 @@ class Console:
         self._bars = Progress(
             TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[facts]}"), console=self._rich
         )
+        self._paths: Paths = {}
+        self._states: dict[str, str] = {}
+        self._live = Live(get_renderable=self._view, console=self._rich, vertical_overflow="ellipsis")
 
     def __enter__(self) -> Console:
         if self._interactive:
-            self._bars.start()
+            self._live.start()
         return self
 
     def __exit__(self, *exception: object) -> None:
         if self._interactive:
-            self._bars.stop()
+            self._live.stop()
+
+    def _view(self) -> RenderableType:
+        return Group(tree_table(self._paths, self._states), LEGEND, self._bars) if self._paths else self._bars
 
     def note(self, text: str) -> None:
         if self._interactive:
-            self._bars.console.print(text, markup=False)
+            self._rich.print(text, markup=False)
         else:
             print(text, file=self._stream, flush=True)
 
-    def begin(self, work: dict[str, Work]) -> None:
-        """Announce the phases to come."""
+    def begin(self, work: dict[str, Work], paths: Paths, states: dict[str, str]) -> None:
+        """Announce the phases to come, and the tree they belong to."""
+        self._paths, self._states = paths, dict(states)
+        if not self._interactive and paths:
+            self._rich.print(tree_table(paths, states), LEGEND, sep="\n")
         self._work, self._steps = dict(work), {label: w.start for label, w in work.items()}
         self._started, self._reported = 0.0, set()
 
@@ -68,6 +97,8 @@ class Console:
         if "tokens_per_second" in values:
             facts.append(f"{values['tokens_per_second']:,.0f} tokens/s")
         left = self._time_left(label, step)
+        if label in self._work:
+            self._states[label] = "done" if step == num_steps else "started"
         if self._interactive:
             self._show_bars(label, step, num_steps, facts, left)
             return

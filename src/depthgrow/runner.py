@@ -26,11 +26,11 @@ from depthgrow.files import UserError, cache_root, read_json, write_json
 from depthgrow.head_loss import TeacherTargets
 from depthgrow.ledger import Flops
 from depthgrow.runtime import Stop, Stopped, num_cores, pick_device, torch_dtype
-from depthgrow.study import Facts, Node, Study, Workspace, plan_tree
+from depthgrow.study import Facts, Node, Study, Tree, Workspace, plan_tree
 from depthgrow.teacher.cache import TargetCache, open_cache
 from depthgrow.teacher.live import LiveTeacher
 from depthgrow.teacher.sources import resolve_teacher
-from depthgrow.trainer import Listener, Materials, Work, run_phase
+from depthgrow.trainer import Listener, Materials, Paths, Work, run_phase
 
 
 @dataclass
@@ -160,12 +160,22 @@ def run_study(study: Study, root: Path, *, stop: Stop, listener: Listener) -> No
         listener.note(
             f"{len(study.arms)} arms, {named} phases, {len(tree.nodes)} of them distinct, {len(missing)} left to run{beside}"
         )
-        listener.begin({node.run.label: _work(workspace, node, prepared.teacher.arch) for node in missing})
+        _announce(workspace, tree, missing, prepared.teacher.arch, listener)
         if jobs > 1:
             _run_side_by_side(study, workspace, missing, prepared.facts, jobs, stop, listener)
         else:
             for node in missing:
                 _run_node(study, workspace, node, prepared, stop, listener)
+
+
+def _announce(workspace: Workspace, tree: Tree, missing: list[Node], arch: Architecture, listener: Listener) -> None:
+    paths: Paths = {}
+    for (arm, seed), keys in tree.paths.items():
+        paths.setdefault(arm, {})[str(seed)] = [tree.nodes[key].run.label for key in keys]
+    left = {node.run.label: _work(workspace, node, arch) for node in missing}
+    states = {node.run.label: "done" for node in tree.nodes.values() if node.run.label not in left}
+    states |= {label: "started" for label, work in left.items() if work.start}
+    listener.begin(left, paths, states)
 
 
 def _cores(study: Study, device: torch.device) -> int:
@@ -211,7 +221,7 @@ class _Relay:
     def note(self, text: str) -> None:
         self._queue.put(("note", (text,)))
 
-    def begin(self, work: dict[str, Work]) -> None:
+    def begin(self, work: dict[str, Work], paths: Paths, states: dict[str, str]) -> None:
         raise AssertionError("only the parent announces work")
 
     def progress(self, label: str, step: int, num_steps: int, values: dict[str, Any]) -> None:

@@ -118,12 +118,15 @@ class Work:
     steps: int
 
 
+Paths = dict[str, dict[str, list[str]]]  # arm -> seed -> the nodes it goes through
+
+
 class Listener(Protocol):
-    """Whoever shows progress. ``values`` are plain floats."""
+    """Whoever shows progress. ``states`` are 'done' or 'started', by node; ``values`` are plain floats."""
 
     def note(self, text: str) -> None: ...
 
-    def begin(self, work: dict[str, Work]) -> None: ...
+    def begin(self, work: dict[str, Work], paths: Paths, states: dict[str, str]) -> None: ...
 
     def progress(self, label: str, step: int, num_steps: int, values: dict[str, float]) -> None: ...
 
