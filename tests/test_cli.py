@@ -184,6 +184,31 @@ def test_arm_of_a_study_that_lacks_it(recipe, tmp_path, capsys):
     assert "was made with objective.tau=1.0" in capsys.readouterr().err
 
 
+def test_a_missing_checkpoint_is_named_and_nothing_is_lost(recipe, tmp_path, capsys):
+    import shutil
+
+    out = tmp_path / "study"
+    base = [str(recipe), "--out", str(out), "--train.jobs", "1"]
+    assert main(["train", *base, "--arm", "pre-single"]) == 0
+    (node,) = (out / "nodes").iterdir()
+    shutil.move(node / "checkpoints", tmp_path / "aside")
+    for arguments in (
+        ["train", *base, "--arm", "pre-grow"],
+        ["export", str(out), "pre-single", "--to", str(tmp_path / "m")],
+    ):
+        capsys.readouterr()
+        assert main(arguments) == 2
+        (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("depthgrow:")]
+        assert str(node) in line
+        assert "no checkpoint" in line
+        assert "delete the folder" in line
+    assert main(["report", str(out)]) == 0
+    (node / "checkpoints").rmdir() if (node / "checkpoints").exists() else None
+    shutil.move(tmp_path / "aside", node / "checkpoints")
+    assert main(["train", *base, "--arm", "pre-grow"]) == 0  # the phase that was there is used again
+    assert len(list((out / "nodes").iterdir())) == 3
+
+
 def test_no_disk_is_exit_code_2_and_nothing_is_lost(recipe, tmp_path, capsys, monkeypatch):
     import shutil
     from collections import namedtuple

@@ -34,14 +34,14 @@ def debug() -> Study:
 
 
 def laptop() -> Study:
-    """The 2 x 2 on the shipped teacher and Wikipedia lead sections, in a quarter of an hour on two cores."""
+    """The 2 x 2 on the shipped teacher and Wikipedia lead sections, in ten minutes on two cores."""
     return Study(
         name="laptop",
         teacher=TeacherConfig(source="laptop"),
         data=DataConfig(corpora=("wiki",), max_tokens=512, held_out_documents=256),
         optim=OptimConfig(peak_lr=1e-3, min_lr=1e-5, warmup_steps=100),
         train=TrainConfig(
-            steps_per_phase=400, batch_documents=8, micro_tokens=4096, eval_every=100, checkpoint_every=50, log_every=10
+            steps_per_phase=400, batch_documents=4, micro_tokens=4096, eval_every=100, checkpoint_every=50, log_every=10
         ),
     )
 
