@@ -54,6 +54,10 @@ def test_the_joint_arm_that_match_names_spends_what_it_promised(recipe, tmp_path
     assert main(["match", str(out), "post-grow", "--json"]) == 0
     rows = {row["quantity"]: row for row in json.loads(capsys.readouterr().out)}
     assert [rows[q]["steps"] for q in ("unique_tokens", "active_layer_tokens", "total_tokens")] == [6, 12, 18]
+    keys = json.loads((out / "study.json").read_text())["arms"]["post-grow"]["42"]
+    counted = [json.loads((out / "nodes" / key / "done.json").read_text())["counted"] for key in keys]
+    assert rows["flops"]["target"] == sum(c["flops"] for c in counted)
+    assert 12 < rows["flops"]["steps"] < 18
     arm = rows["active_layer_tokens"]["arm"]
     assert main(["train", str(recipe), "--out", str(out), "--arm", arm]) == 0
     runs = load_study_files(out).runs
@@ -105,7 +109,9 @@ def test_mini_study_from_recipe_to_model(recipe, tmp_path):
     export = command("export", out, "pre-joint", "--to", tmp_path / "model")
     assert export.returncode == 0, export.stderr
     folder = command("eval", out, "--model", tmp_path / "model", "--json")
-    assert json.loads(folder.stdout)["ce"] == pytest.approx(report["arms"]["pre-joint"]["ce"]["value"], abs=1e-5)
+    assert json.loads(folder.stdout)["ce"] == pytest.approx(
+        report["arms"]["pre-joint"]["ce"]["estimate"]["value"], abs=1e-5
+    )
     card = (tmp_path / "model" / "README.md").read_text()
     assert "pre-norm student" in card
     assert "licence local files" in card

@@ -188,7 +188,9 @@ def test_a_massive_activation_at_an_ordinary_token_is_named(documents):
     (named,) = found["entry"]["outliers"]
     assert (named["text"], named["document"], named["position"]) == (f"<{token}>", 1, 12)
     assert (named["channel"], named["value"]) == (3, 400.0)
-    assert found["entry"]["rms"]["outlier"]["count"] == 1
+    counts = {kind: values["count"] for kind, values in found["entry"]["rms"].items()}
+    assert counts["outlier"] == 1
+    assert sum(counts.values()) - counts["all"] == counts["all"] == found["tokens"]  # every token is in one class
     assert found["blocks"][0]["outliers"][0]["token"] == token
 
 

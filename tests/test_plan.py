@@ -70,6 +70,10 @@ def test_flops_equal_what_torch_counts(mini):
     assert causal_pairs([3, 1]) == 7
     # a frozen layer that a gradient crosses costs one more forward; a trained one two
     base = flops.train_step(16, 0, 2, 1)
+    # a head's logits, its two gradients and the teacher's logits; frozen, or without a teacher, one product less
+    assert base - flops.train_step(16, 0, 2, 1, head_trained=False) == 16 * flops.head_per_token
+    assert base - flops.train_step(16, 0, 2, 1, distilled=False) == 16 * flops.head_per_token
+    assert base - 4 * 16 * flops.head_per_token == flops.forward(16, 0, 2) + 2 * flops.forward(16, 0, 1)
     assert flops.train_step(16, 0, 2, 1, passed=1) - base == flops.forward(16, 0, 1)
     assert flops.train_step(16, 0, 2, 2) - base == 2 * flops.forward(16, 0, 1)
 

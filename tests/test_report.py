@@ -207,6 +207,7 @@ def test_claims_say_yes_no_or_not_settled():
     yes, no = _claims(summary(-0.2, 0.1, 0.2, 3.0)), _claims(summary(0.2, 0.1, 0.5, 1.1))
     assert [claim(yes, n) for n in names] == ["yes"] * 6
     assert [claim(no, n) for n in names] == ["no"] * 5 + ["yes"]
+    assert claim(_claims(summary(0.05, 0.01, 0.2, 3.0)), "The ranking") == "no"  # smaller is not crossed
     assert claim(_claims(summary(-0.1, 0.2, 0.2, 3.0)), "Grown") == "not settled"
 
 

@@ -42,6 +42,14 @@ def tree_table(paths: Paths, states: dict[str, str]) -> Table:
     return table
 
 
+def tree_text(paths: Paths, states: dict[str, str]) -> str:
+    """The same as lines of text."""
+    console = RichConsole(width=200)
+    with console.capture() as captured:
+        console.print(tree_table(paths, states), LEGEND, sep="\n")
+    return "\n".join(line.rstrip() for line in captured.get().splitlines())
+
+
 class Console:
     """Shows notes and progress; estimates the time left from the work announced by `begin`."""
 
@@ -85,7 +93,7 @@ class Console:
         """Announce the phases to come, and the tree they belong to."""
         self._paths, self._states = paths, dict(states)
         if not self._interactive and paths:
-            self._rich.print(tree_table(paths, states), LEGEND, sep="\n")
+            print(tree_text(paths, states), file=self._stream, flush=True)
         self._work, self._steps = dict(work), {label: w.start for label, w in work.items()}
         self._started, self._reported = 0.0, set()
 

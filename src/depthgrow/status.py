@@ -10,10 +10,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from depthgrow.architecture import Architecture
-from depthgrow.console import LEGEND, tree_table
+from depthgrow.console import tree_text
 from depthgrow.files import UserError, cache_root, read_json, read_study, unknown
 from depthgrow.ledger import Flops, matching_joint
 
@@ -56,7 +54,7 @@ def ls(root: Path, *, as_json: bool) -> int:
         return 0
     print(f"study {status['study']} in {root}")
     states = {key: node["state"] for key, node in status["nodes"].items()}
-    Console().print(tree_table(read_study(root)["arms"], states), LEGEND, sep="\n")
+    print(tree_text(read_study(root)["arms"], states))
     for arm, state in status["arms"].items():
         print(f"  {arm:28} {state}")
     print("nodes")

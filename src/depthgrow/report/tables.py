@@ -234,7 +234,8 @@ def layers(summary: dict[str, Any]) -> Table:
     rows = []
     for arm, phases in summary["diagnostics"].items():
         for row in phases[-1]["layers"]:
-            sink = f"{max(row['sink']):.2f} ({sum(row['sink']) / len(row['sink']):.2f})"
+            known = None not in row["sink"]
+            sink = f"{max(row['sink']):.2f} ({sum(row['sink']) / len(row['sink']):.2f})" if known else MISSING
             values = [_interval(row[name], ".3f") for name in ("removal", "angle", "relative_update")]
             rows.append([arm, str(row["layer"]), *values, sink])
     return _table(
