@@ -56,7 +56,7 @@ def _parser() -> _Parser:
         ("prepare", "fetch or convert a teacher, tokenize the text, fill the teacher cache"),
     ):
         sub = command(name, text)
-        sub.add_argument("recipe", help="debug | laptop | smollm2 | paper | path to a .py or .yaml")
+        sub.add_argument("recipe", help="debug | laptop | laptop-long | smollm2 | paper | path to a .py or .yaml")
         if name in ("study", "train"):
             sub.add_argument("--out", type=Path, help="the study's folder (default: runs/RECIPE)")
         if name == "train":
