@@ -27,14 +27,17 @@ def test_paper_shapes():
 
 
 def test_paper_budgets():
-    study = override(load_recipe("paper"), {"arms": ["pre-joint", "pre-grow"]})
-    joint, grow = make_plan(study)["budgets"]
-    for row, total, unique in ((joint, 3.11e9, 3.11e9), (grow, 9.34e9, 3.11e9)):
+    study = override(load_recipe("paper"), {"arms": ["pre-joint", "pre-grow", "pre-joint-long", "pre-joint-longer"]})
+    joint, grow, long, longer = make_plan(study)["budgets"]
+    stated = ((joint, 3.11e9, 3.11e9), (grow, 9.34e9, 3.11e9), (long, 6.22e9, 6.22e9), (longer, 9.34e9, 9.34e9))
+    for row, total, unique in stated:
         assert row["total_tokens"] == pytest.approx(total, rel=2e-3)
         assert row["unique_tokens"] == pytest.approx(unique, rel=2e-3)
     assert grow["active_layer_tokens"] / joint["active_layer_tokens"] == pytest.approx(2.0)  # 100k joint steps match it
     assert grow["active_layer_tokens"] / (3 * joint["active_layer_tokens"]) == pytest.approx(18 / 27)
-    assert [n["layers"] for n in make_plan(study)["nodes"]] == [9, 3, 6, 9]
+    assert long["active_layer_tokens"] == grow["active_layer_tokens"]
+    assert longer["total_tokens"] == grow["total_tokens"]
+    assert [n["layers"] for n in make_plan(study)["nodes"]] == [9, 3, 6, 9, 9, 9]
 
 
 def test_plan_of_the_paper_allocates_nothing(capsys):
