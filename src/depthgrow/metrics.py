@@ -28,6 +28,8 @@ class MetricsLog:
             for name, value in record.items():
                 if name not in ("kind", "step"):
                     self._events.add_scalar(f"{record['kind']}/{name}", value, record["step"])
+        if self._events is not None:
+            self._events.flush()  # a run may be stopped at any step
 
     def close(self) -> None:
         if self._events is not None:

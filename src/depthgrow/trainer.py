@@ -248,10 +248,10 @@ def run_phase(
         """Move device values to the host and append them: the only synchronisation between steps."""
         nonlocal since
         if pending:
-            for record in pending:
-                for name, value in record.items():
-                    if isinstance(value, Tensor):
-                        record[name] = value.item()
+            waiting = [(record, name) for record in pending for name, v in record.items() if isinstance(v, Tensor)]
+            values = torch.stack([record[name].double() for record, name in waiting]).tolist()
+            for (record, name), value in zip(waiting, values, strict=True):
+                record[name] = value
             now, tokens = time.perf_counter(), sum(record["tokens"] for record in pending)
             pending[-1]["tokens_per_second"] = round((since[1] + tokens) / (now - since[0]), 1)
             since = (now, 0)
