@@ -61,6 +61,8 @@ def test_controls_differ_from_grow_or_joint_in_one_thing():
         for ours, base in zip(phases(name)[1:], phases("grow")[1:], strict=True):
             assert {k for k in vars(ours) if vars(ours)[k] != vars(base)[k]} == {field}
     assert [p.steps for p in CURRICULA["joint-long"](3, 5, 13)] == [5, 5, 3]
+    assert [p.steps for p in CURRICULA["joint-long"](3, 5, 12)] == [5, 7]  # a rest too short for its own schedule
+    assert [p.steps for p in CURRICULA["joint-long"](3, 5, 2)] == [2]
     assert {p.trainable for p in phases("freeze-head")[1:]} == {"newest-only"}
     assert phases("freeze-head")[0] == phases("grow")[0]
     assert [p.active for p in phases("jump")] == [1, 3]

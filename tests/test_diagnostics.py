@@ -242,9 +242,11 @@ def test_a_hugging_face_model_is_read_exactly(shared, capsys):
     torch.testing.assert_close(student(ids, [20]), teacher.hidden(ids, [20]), rtol=1e-5, atol=1e-5)
     with pytest.raises(UserError, match="does not divide"):
         as_student(teacher, 2)
+    with pytest.raises(UserError, match="--layers-per-block 0"):
+        as_student(teacher, 0)
     command = ["diagnose", str(shared.teacher), "--corpora", str(shared.corpus), "--documents", "10"]
     assert main([*command, "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    (found,) = json.loads(capsys.readouterr().out).values()
     assert len(found["blocks"]) == 3
     assert main(command) == 0
     assert f"{found['blocks'][1]['removal']:.3f}" in capsys.readouterr().out

@@ -12,10 +12,11 @@ import pytest
 
 from conftest import Silent, StopAt
 from depthgrow.files import UserError
+from depthgrow.report.load import load_study_files
 from depthgrow.report.statistics import Estimate, across_seeds, paired_bootstrap
 from depthgrow.report.summary import _claims
 from depthgrow.report.tables import Table
-from depthgrow.report.transitions import transition_metrics, window
+from depthgrow.report.transitions import _column, transition_metrics, window
 from depthgrow.report.write import write_report
 from depthgrow.runner import run_study
 
@@ -188,14 +189,17 @@ def contrast(value, half):
 
 
 def test_claims_say_yes_no_or_not_settled():
-    def block(removal, std):
+    def block(removal, std=1.0):
         return {"removal": {"value": removal}, "rms": {"all": {"std": std}}}
 
     def summary(delta, half, last, std):
         return {
             "deltas": {"grow": contrast(delta, half)},
             "interaction": contrast(delta, half),
-            "ce_per_phase": [{"delta": {"value": 0.1}}, {"delta": {"value": delta}}],
+            "ce_per_phase": [
+                {"delta": {"value": 0.1, "low": 0.05, "high": 0.15}},
+                {"delta": {"value": delta, "low": delta - half, "high": delta + half}},
+            ],
             "diagnostics": {
                 "pre-grow": [{"blocks": [block(3, 1.0)]}, {"blocks": [block(3, std), block(last, 1)]}],
                 "post-grow": [{"blocks": [block(3, 0.1)]}, {"blocks": [block(3, 0.1), block(2, 1)]}],
@@ -208,7 +212,8 @@ def test_claims_say_yes_no_or_not_settled():
     assert [claim(yes, n) for n in names] == ["yes"] * 6
     assert [claim(no, n) for n in names] == ["no"] * 5 + ["yes"]
     assert claim(_claims(summary(0.05, 0.01, 0.2, 3.0)), "The ranking") == "no"  # smaller is not crossed
-    assert claim(_claims(summary(-0.1, 0.2, 0.2, 3.0)), "Grown") == "not settled"
+    unsure = _claims(summary(-0.1, 0.2, 0.2, 3.0))
+    assert [claim(unsure, n) for n in names[:3]] == ["not settled"] * 3
 
 
 def test_zero_is_excluded_only_when_it_is():
@@ -294,11 +299,108 @@ def test_a_nan_cell_makes_its_comparisons_invalid_in_words(mini, tmp_path):
     assert summary["interaction"]["valid"] is False
 
 
+def test_an_arm_that_diverges_at_once_leaves_a_report_a_listing_and_its_diagnostics(mini, tmp_path, capsys):
+    """Losses not finite from the third step of the first phase on: gaps in figures, dashes in tables, no traceback."""
+    from depthgrow.cli import main
+
+    run(mini, tmp_path)
+    record = json.loads((tmp_path / "study.json").read_text())["arms"]["post-grow"]["42"]
+    for key in record:
+        node = tmp_path / "nodes" / key
+        lines = [json.loads(line) for line in (node / "metrics.jsonl").read_text().splitlines()]
+        for line in lines:
+            if line["kind"] == "eval" or line["step"] > 2:
+                line |= {name: None for name in ("loss", "ce", "kl", "grad_norm block 0") if name in line}
+        (node / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        done = json.loads((node / "done.json").read_text())
+        done["final"] = dict.fromkeys(done["final"])
+        (node / "done.json").write_text(json.dumps(done))
+        path = node / "eval" / "step-00000006.npz"
+        arrays = dict(np.load(path))
+        arrays["ce"][:] = np.nan
+        np.savez(path, **arrays)
+        found = json.loads((node / "diagnostics.json").read_text())
+        found["ce"] = None
+        for row in (*found["blocks"], *found["layers"]):
+            row |= {"removal": None, "angle": None}
+            if "rms" in row:
+                row["rms"] = {kind: {"count": 0, "non_finite": values["count"]} for kind, values in row["rms"].items()}
+                token = {
+                    "text": "x",
+                    "token": 1,
+                    "document": 0,
+                    "position": 3,
+                    "channel": 2,
+                    "value": None,
+                    "rms": None,
+                }
+                row["outliers"] = [token]
+            else:
+                row["sink"] = [None] * len(row["sink"])
+        (node / "diagnostics.json").write_text(json.dumps(found))
+    assert "invalid" in write_report(tmp_path).sentence
+    for command in (["ls", str(tmp_path)], ["diagnose", str(tmp_path)]):
+        assert main(command) == 0
+        assert "–" in capsys.readouterr().out
+
+
+def test_lost_lines_of_metrics_shift_nothing(mini, tmp_path):
+    run(replace(mini, arms=("pre-grow",)), tmp_path)
+    key = json.loads((tmp_path / "study.json").read_text())["arms"]["pre-grow"]["42"][1]
+    path = tmp_path / "nodes" / key / "metrics.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    kept = [line for line in lines if line["step"] != 4]
+    path.write_text("".join(json.dumps(line) + "\n" for line in kept))
+    phase = load_study_files(tmp_path).runs["pre-grow", 42].phases[1]
+    losses = {line["step"]: line["loss"] for line in lines if line["kind"] == "train"}
+    expected = [losses[step] if step != 4 else np.nan for step in range(1, 7)]
+    np.testing.assert_array_equal(_column(phase, "loss"), expected)
+    path.write_text("")
+    write_report(tmp_path)
+
+
+def test_what_an_unfinished_arm_leaves_open(mini, tmp_path):
+    import shutil
+
+    arms = ("pre-grow", "post-grow", "pre-joint", "pre-grow+forward-norm")
+    run(replace(mini, arms=arms), tmp_path)
+    record = json.loads((tmp_path / "study.json").read_text())["arms"]
+    shutil.rmtree(tmp_path / "nodes" / record["pre-grow+forward-norm"]["42"][-1])
+    (tmp_path / "report" / "tables").mkdir(parents=True)
+    mine = tmp_path / "report" / "tables" / "mine.tex"
+    mine.write_text("a table of my own")
+    write_report(tmp_path)
+    summary = json.loads((tmp_path / "report" / "report.json").read_text())
+    (row,) = summary["interventions"]
+    assert (row["share"], row["no_share"]) == (None, "–")
+    assert row["effect"]["reason"] == "pre-grow+forward-norm not finished"
+    assert mine.exists()
+    shutil.rmtree(tmp_path / "nodes" / record["post-grow"]["42"][-1])
+    write_report(tmp_path)
+    found = {c["claim"] for c in json.loads((tmp_path / "report" / "report.json").read_text())["claims"]}
+    assert not any(text.startswith("The ranking") for text in found)
+
+
+def test_a_share_within_another_draw_and_the_seeds_of_a_gap(mini, tmp_path):
+    extra = ("pre-grow+reinit", "post-grow+reinit", "pre-grow+rescale+reinit")
+    run(replace(mini, arms=("pre-grow", "post-grow", *extra)), tmp_path)
+    write_report(tmp_path)
+    summary = json.loads((tmp_path / "report" / "report.json").read_text())
+    (row,) = summary["interventions"]
+    assert (row["plain"], row["other"]) == ("pre-grow+reinit", "post-grow+reinit")
+    assert set(summary["noise_floor"]) == {"pre-grow+reinit", "post-grow+reinit"}
+    for values in summary["arms"].values():
+        assert values["ppl"] == pytest.approx(np.exp(values["ce"]["estimate"]["value"]), rel=1e-6)
+
+
 def test_empty_folder_and_damaged_files(mini, tmp_path):
     with pytest.raises(UserError, match="holds no study"):
         write_report(tmp_path)
     run(replace(mini, arms=("pre-single", "post-single")), tmp_path)
     next((tmp_path / "nodes").glob("*/eval/step-00000006.npz")).write_bytes(b"torn")
+    with pytest.raises(UserError, match="cannot be read"):
+        write_report(tmp_path)
+    next((tmp_path / "nodes").glob("*/eval/step-00000006.npz")).write_bytes(b"PK")
     with pytest.raises(UserError, match="cannot be read"):
         write_report(tmp_path)
     (tmp_path / "study.json").write_text("{")

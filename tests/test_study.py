@@ -190,9 +190,11 @@ def test_parse_arm():
     for name in ("post-grow@700", "post-joint-long@0", "post-joint-long@many"):
         with pytest.raises(UserError, match="only joint-long takes a number of steps"):
             parse_arm(name)
-    for name in ("pre-grow+rescale+forward-norm", "pre-grow+reinit+reinit"):
+    for name in ("pre-grow+rescale+forward-norm", "pre-grow+reinit+reinit", "pre-grow+reinit+rescale"):
         with pytest.raises(UserError, match="at most one intervention"):
             parse_arm(name)
+    with pytest.raises(UserError, match=r"outlast a phase of post-joint-long@30 \(30 steps\)"):
+        override(load_recipe("laptop"), {"arms": ["post-joint-long@30"]})
     with pytest.raises(UserError, match="did you mean 'forward-norm'"):
         parse_arm("pre-grow+forwardnorm")
     with pytest.raises(UserError, match="did you mean 'post-grow'"):

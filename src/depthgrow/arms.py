@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from depthgrow.data.tokens import DataConfig, prepare_tokens
 from depthgrow.diagnostics import diagnose
 from depthgrow.evaluate import Evaluation, evaluate
 from depthgrow.export.hf import save_hf
-from depthgrow.files import UserError, cache_root, read_json, unknown
+from depthgrow.files import UserError, cache_root, read_json, shown, unknown
 from depthgrow.runner import Prepared, prepare
 from depthgrow.runtime import StopSignal, pick_device, torch_dtype
 from depthgrow.student import Student, StudentConfig
@@ -85,7 +84,7 @@ def _card(
     placement, curriculum = parse_arm(arm).placement, parse_arm(arm).curriculum
     trust = "" if placement == "pre" else ", trust_remote_code=True"
     corpora = "\n".join(f"- {c['name']}: {c['source']}; licence {c['licence']}" for c in data["corpora"])
-    final = ", ".join(f"{k} {v:.4f}" for k, v in done["final"].items())
+    final = ", ".join(f"{k} {shown(v)}" for k, v in done["final"].items())
     code = (
         "It is the teacher family's own class; no custom code is needed."
         if placement == "pre"
@@ -148,7 +147,7 @@ def as_student(teacher: LiveTeacher, layers_per_block: int) -> Student:
         UserError: its depth is not a multiple of ``layers_per_block``.
     """
     arch = teacher.arch
-    if arch.num_layers % layers_per_block:
+    if layers_per_block < 1 or arch.num_layers % layers_per_block:
         raise UserError(f"--layers-per-block {layers_per_block} does not divide the model's {arch.num_layers} layers")
     config = StudentConfig(num_blocks=arch.num_layers // layers_per_block, layers_per_block=layers_per_block)
     student = Student(config, arch, "pre", seed=0, **teacher.initial)
@@ -159,21 +158,21 @@ def as_student(teacher: LiveTeacher, layers_per_block: int) -> Student:
 
 
 def diagnose_target(
-    target: str, arm: str | None, corpora: str, documents: int, layers_per_block: int, as_json: bool
+    target: str, arm: str | None, seed: int | None, corpora: str, documents: int, layers_per_block: int, as_json: bool
 ) -> int:
     """``depthgrow diagnose``: the arms of a study from its files (one of them, or all that are finished), or any model
     folder or name; returns the exit code."""
     root = Path(target)
     if (root / "study.json").exists():
         names = [arm] if arm is not None else _finished_arms(root)
-        nodes = [Workspace(root).node(finished_arm(root, name, None)[1]) for name in names]
+        nodes = [Workspace(root).node(finished_arm(root, name, seed)[1]) for name in names]
         found = dict(zip(names, [read_json(node / "diagnostics.json") for node in nodes], strict=True))
     elif arm is not None:
         raise UserError(f"{target} holds no study (no study.json), so it has no arm {arm!r}; give a model alone")
     else:
         found = {target: _diagnose_model(target, corpora, documents, layers_per_block)}
     if as_json:
-        print(json.dumps(found if len(found) > 1 else next(iter(found.values())), indent=1))
+        print(json.dumps(found, indent=1))
     else:
         print("\n\n".join(_describe(name, values) for name, values in found.items()))
     return 0
@@ -202,31 +201,33 @@ def _diagnose_model(source: str, corpora: str, documents: int, layers_per_block:
     return diagnose(student, hidden, held_out, teacher.classes, micro_tokens=train.micro_tokens, device=device)
 
 
+def _cells(values: list[float | None], width: int) -> str:
+    return " ".join(f"{shown(value, '.3f'):>{width}}" for value in values)
+
+
 def _describe(name: str, found: dict[str, Any]) -> str:
     """Three short tables: blocks, layers, tokens that stand out."""
     lines = [
-        f"{name}: ce {found['ce']:.4f} on {found['documents']} documents, {found['tokens']:,} target tokens",
+        f"{name}: ce {shown(found['ce'])} on {found['documents']} documents, {found['tokens']:,} target tokens",
         "block  removal   angle  update |  RMS mean      std  kurtosis  boundary  delimiter  regular  outliers",
     ]
+    names = ("removal", "angle", "relative_update")
     for row in found["blocks"]:
         scale = row["rms"]
-        means = [scale[kind].get("mean", math.nan) for kind in ("document_boundary", "delimiter", "regular")]
+        cells = [scale["all"].get(k) for k in ("mean", "std", "kurtosis")]
+        cells += [scale[kind].get("mean") for kind in ("document_boundary", "delimiter", "regular")]
         lines.append(
-            f"{row['block']:5}  {row['removal']:7.3f}  {row['angle']:6.3f}  {row['relative_update']:6.3f} |"
-            f"  {scale['all']['mean']:8.3f} {scale['all']['std']:8.3f}  {scale['all']['kurtosis']:8.1f}"
-            f"  {means[0]:8.3f}  {means[1]:9.3f}  {means[2]:7.3f}  {scale['outlier']['count']:8}"
+            f"{row['block']:5}  {_cells([row[k] for k in names], 7)} |  {_cells(cells, 8)}  {scale['outlier']['count']:8}"
         )
     lines.append("layer  removal   angle  update |  attention on the first token, by head")
     for row in found["layers"]:
-        heads = " ".join(f"{share:.2f}" for share in row["sink"])
-        lines.append(
-            f"{row['layer']:5}  {row['removal']:7.3f}  {row['angle']:6.3f}  {row['relative_update']:6.3f} |  {heads}"
-        )
+        heads = " ".join(shown(share, ".2f") for share in row["sink"])
+        lines.append(f"{row['layer']:5}  {_cells([row[k] for k in names], 7)} |  {heads}")
     for row in found["blocks"]:
         for token in row["outliers"][:3]:
             lines.append(
                 f"outlier after block {row['block']}: {token['text']!r} at position {token['position']} of document "
-                f"{token['document']}, RMS {token['rms']:.1f}, channel {token['channel']} at {token['value']:.1f}"
+                f"{token['document']}, RMS {shown(token['rms'], '.1f')}, channel {token['channel']}"
             )
     return "\n".join(lines)
 

@@ -86,6 +86,7 @@ def _parser() -> _Parser:
     sub = command("diagnose", "what each block is worth and sends on: of an arm, or of any Llama, Qwen2 or Qwen3 model")
     sub.add_argument("target", help="a study folder, or a model folder or hub name")
     sub.add_argument("arm", nargs="?", help="an arm of a study folder (default: all that are finished)")
+    sub.add_argument("--seed", type=int, help="of the arm (default: the first there is)")
     sub.add_argument("--corpora", default="docstrings:stdlib", help="text for a model (default: docstrings:stdlib)")
     sub.add_argument("--documents", type=int, default=32, help="held-out documents of it to use (default: 32)")
     sub.add_argument(
@@ -162,7 +163,13 @@ def _run(options: argparse.Namespace, rest: list[str]) -> int:
         return arms.evaluate_arm(options.study, options.arm, options.model, options.seed, options.json)
     if options.command == "diagnose":
         return arms.diagnose_target(
-            options.target, options.arm, options.corpora, options.documents, options.layers_per_block, options.json
+            options.target,
+            options.arm,
+            options.seed,
+            options.corpora,
+            options.documents,
+            options.layers_per_block,
+            options.json,
         )
     if options.command == "export":
         return arms.export_arm(options.study, options.arm, options.to, options.seed, options.dtype)

@@ -11,7 +11,7 @@ from rich.console import Console as RichConsole
 from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
-from rich.table import Table
+from rich.table import Column, Table
 
 from depthgrow.trainer import Paths, Work
 
@@ -30,7 +30,7 @@ def duration(seconds: float) -> str:
 def tree_table(paths: Paths, states: dict[str, str]) -> Table:
     """One line an arm, one column a seed, one mark a phase. ``states`` knows the nodes that are not missing."""
     seeds = list(dict.fromkeys(seed for per_seed in paths.values() for seed in per_seed))
-    table = Table("", *(f"seed {seed}" for seed in seeds), box=None, padding=(0, 2, 0, 0))
+    table = Table(Column("", no_wrap=True), *(f"seed {seed}" for seed in seeds), box=None, padding=(0, 2, 0, 0))
     seen: set[str] = set()
     for arm, per_seed in paths.items():
         cells = []
@@ -81,7 +81,7 @@ class Console:
             self._live.stop()
 
     def _view(self) -> RenderableType:
-        return Group(tree_table(self._paths, self._states), LEGEND, self._bars) if self._paths else self._bars
+        return Group(self._bars, tree_table(self._paths, self._states), LEGEND) if self._paths else self._bars
 
     def note(self, text: str) -> None:
         if self._interactive:

@@ -69,6 +69,8 @@ def joint_long(num_blocks: int, steps: int, total: int | None = None) -> list[Ph
     active-layer tokens are spent: (1 + .. + K) / K phases = (K + 1) / 2."""
     total = total or steps * (num_blocks + 1) // 2
     lengths = [min(steps, total - done) for done in range(0, total, steps)]
+    if len(lengths) > 1 and lengths[-1] < steps / 2:  # too short for a schedule of its own
+        lengths[-2:] = [lengths[-2] + lengths[-1]]
     return [Phase(active=num_blocks, steps=n, data="fresh", reset_optimizer=False) for n in lengths]
 
 

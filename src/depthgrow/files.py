@@ -81,6 +81,11 @@ def sha256_file(path: Path) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
+def shown(value: float | None, form: str = ".4f") -> str:
+    """A number as a person reads it; a dash where there is none or it is not finite."""
+    return format(value, form) if value is not None and math.isfinite(value) else "–"
+
+
 @contextmanager
 def locked(path: Path, in_use: str | None = None) -> Iterator[None]:
     """Hold an exclusive lock on ``path``; wait for it, or raise ``UserError(in_use)`` at once when that is given."""

@@ -38,16 +38,25 @@ class MetricsLog:
     def cut_after(self, step: int) -> None:
         """Drop what was written after the checkpoint of ``step``: it will be computed again."""
         if self._tensorboard:
-            try:
-                from torch.utils.tensorboard import SummaryWriter
-            except ImportError:
-                raise UserError(
-                    "train.tensorboard needs TensorBoard: pip install 'depthgrow[tensorboard]', or leave it false"
-                ) from None
-            self._events = SummaryWriter(str(self.path.parent / "tensorboard"), purge_step=step + 1)
+            self._events = event_writer()(str(self.path.parent / "tensorboard"), purge_step=step + 1)
         if self.path.exists():
             kept = [record for record in read_metrics(self.path) if record["step"] <= step]
             write_atomic(self.path, "".join(json.dumps(record) + "\n" for record in kept))
+
+
+def event_writer() -> Any:
+    """TensorBoard's writer class.
+
+    Raises:
+        UserError: it is not installed.
+    """
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        raise UserError(
+            "train.tensorboard needs TensorBoard: pip install 'depthgrow[tensorboard]', or leave it false"
+        ) from None
+    return SummaryWriter
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

@@ -25,6 +25,7 @@ from depthgrow.evaluate import Evaluation, evaluate
 from depthgrow.files import UserError, cache_root, read_json, write_json
 from depthgrow.head_loss import TeacherTargets
 from depthgrow.ledger import Flops
+from depthgrow.metrics import event_writer
 from depthgrow.runtime import Stop, Stopped, num_cores, pick_device, torch_dtype
 from depthgrow.study import Facts, Node, Study, Tree, Workspace, plan_tree
 from depthgrow.teacher.cache import TargetCache, open_cache
@@ -146,6 +147,8 @@ def run_study(study: Study, root: Path, *, stop: Stop, listener: Listener) -> No
     """
     workspace = Workspace(root)
     workspace.claim(study)
+    if study.train.tensorboard:
+        event_writer()  # if it is missing, say so before the work and not after
     with workspace.locked():
         prepared = prepare(study, listener)
         tree = plan_tree(study, prepared.facts)

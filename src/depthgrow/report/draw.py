@@ -34,8 +34,8 @@ def picture(chart: Chart) -> Figure:
             axes.set_yscale("log")
         if panel.ticks is not None:
             axes.set_xticks(range(len(panel.ticks)), panel.ticks, rotation=20 if len(panel.ticks) > 4 else 0)
-        elif panel.series and len(set(panel.series[0].x)) <= 4:
-            axes.set_xticks(sorted(set(panel.series[0].x)))
+        elif 0 < len(known := {x for series in panel.series for x in series.x if x is not None}) <= 4:
+            axes.set_xticks(sorted(known))
         if len(panel.series) > 1:
             axes.legend(frameon=False, fontsize=8)
     return figure
@@ -50,9 +50,14 @@ def _plot(axes: Any, series: Series) -> None:
             [b - v for v, b in zip(y, series.high, strict=True)],
         ]
     if series.kind == "bar":
-        width = 0.18 if any(x != round(x) for x in series.x) else 0.5
         axes.bar(
-            series.x, y, width=width, color=series.colour, label=series.label, yerr=error, error_kw={"linewidth": 0.9}
+            series.x,
+            y,
+            width=series.width,
+            color=series.colour,
+            label=series.label,
+            yerr=error,
+            error_kw={"linewidth": 0.9},
         )
     elif series.kind == "mark":
         axes.plot(series.x, y, "_", color=series.colour, markersize=10, markeredgewidth=1.7, label=series.label)
@@ -65,6 +70,7 @@ def _plot(axes: Any, series: Series) -> None:
 def interactive(chart: Chart) -> dict[str, Any]:
     """The same as plotly traces and layout; the page sets colours of text and grid."""
     data: list[dict[str, Any]] = []
+    labels: set[str] = set()
     layout: dict[str, Any] = {"shapes": [], "annotations": [], "barmode": "overlay"}
     if len(chart.panels) > 1:
         layout["grid"] = {"rows": 1, "columns": len(chart.panels), "pattern": "independent"}
@@ -80,10 +86,9 @@ def interactive(chart: Chart) -> dict[str, Any]:
             place = {"xref": f"x{suffix}", "yref": f"y{suffix} domain", "x0": x, "x1": x, "y0": 0, "y1": 1}
             layout["shapes"].append({"type": "line", "line": {"dash": "dot", "width": 1, "color": "#888888"}} | place)
         for series in panel.series:
-            data.append(
-                _trace(series)
-                | {"xaxis": f"x{suffix}", "yaxis": f"y{suffix}", "showlegend": number == 1 or bool(panel.title)}
-            )
+            axes = {"xaxis": f"x{suffix}", "yaxis": f"y{suffix}"}
+            data.append(_trace(series) | axes | {"showlegend": series.label not in labels, "legendgroup": series.label})
+            labels.add(series.label)
     return {"data": data, "layout": layout}
 
 
@@ -94,8 +99,7 @@ def _trace(series: Series) -> dict[str, Any]:
         down = [v - a for v, a in zip(series.y, series.low, strict=True)]
         trace["error_y"] = {"type": "data", "symmetric": False, "array": up, "arrayminus": down, "thickness": 1}
     if series.kind == "bar":
-        width = 0.18 if any(x != round(x) for x in series.x) else 0.5
-        return trace | {"type": "bar", "marker": {"color": series.colour}, "width": width}
+        return trace | {"type": "bar", "marker": {"color": series.colour}, "width": series.width}
     if series.kind == "mark":
         marker = {"symbol": "line-ew", "size": 16, "line": {"width": 2.5, "color": "ink"}}
         return trace | {"type": "scatter", "mode": "markers", "marker": marker}

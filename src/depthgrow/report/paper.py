@@ -43,10 +43,7 @@ PAPER: dict[str, Any] = {
         ],
     },
     # RMS of the stream leaving block 0: std over tokens, and means by class of token, at the first and the last phase's end
-    "scale": {
-        "pre": {"std": (5.81, 19.98), "structural": (119.0, 425.0), "regular": (7.1, 11.5)},
-        "post": {"std": (0.07, 0.19), "structural": (None, 2.45), "regular": (None, 2.40)},
-    },
+    "scale": {"pre": {"std": (5.81, 19.98), "structural": (119.0, 425.0), "regular": (7.1, 11.5)}},
     # total and unique tokens
     "tokens": {
         "joint": (3.11e9, 3.11e9),

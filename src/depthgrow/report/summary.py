@@ -62,24 +62,30 @@ def summarise(study: StudyFiles) -> dict[str, Any]:
             for (arm, seed), run in study.runs.items()
             if not run.complete
         ],
-        "paper": PAPER,
+        # block by block the paper's three stand beside three, not beside any other number
+        "paper": PAPER if study.config["student"]["num_blocks"] == 3 else PAPER | {"blocks": {}, "transitions": {}},
     }
     return summary | {"claims": _claims(summary), "sentence": sentence(summary)}
 
 
 def _contrast(
-    study: StudyFiles, weights: Mapping[str, float], over: Mapping[str, float] | None = None
+    study: StudyFiles,
+    weights: Mapping[str, float],
+    over: Mapping[str, float] | None = None,
+    beside: Sequence[str] = (),
 ) -> dict[str, Any]:
     """A weighted sum of arms' final held-out CE, or its ratio to a second one.
+
+    Only seeds that all of its arms, and those of ``beside``, have finished count.
 
     'estimate': per-document sums averaged over the seeds that all of the arms have, bootstrapped over documents;
     'across': over one value a seed, where there are two or more; 'reason': in words, where there is no valid answer.
     """
     arms = [*weights, *(over or {})]
-    seeds = study.complete_seeds(*arms)
+    seeds = study.complete_seeds(*arms, *beside)
     result: dict[str, Any] = {"estimate": None, "across": None, "valid": False, "seeds": seeds, "reason": None}
     if not seeds:
-        absent = [arm for arm in dict.fromkeys(arms) if not study.complete_seeds(arm)]
+        absent = [arm for arm in dict.fromkeys([*arms, *beside]) if not study.complete_seeds(arm)]
         return result | {"reason": f"{', '.join(absent) or 'no seed of all its arms'} not finished"}
     finals = {arm: [study.runs[arm, seed].phases[-1].documents() for seed in seeds] for arm in arms}
     broken = [arm for arm, found in finals.items() if any(not np.isfinite(f["ce"]).all() for f in found)]
@@ -123,6 +129,7 @@ def _arm(study: StudyFiles, arm: str) -> dict[str, Any]:
     # null stands for a number that was not finite: the mean is none either
     mean = {name: float(np.mean([np.nan if f[name] is None else f[name] for f in finals])) for name in finals[0]}
     return mean | {
+        "ppl": float(np.exp(mean["ce"])),
         "ce": _contrast(study, {arm: 1.0}),
         "layers": phases[0].active * study.config["student"]["layers_per_block"],
         "seeds": seeds,
@@ -156,7 +163,8 @@ def _interventions(study: StudyFiles) -> list[dict[str, Any]]:
     rows = []
     for arm in study.arms:
         placement, curriculum, name = _split(arm)
-        plain, other = f"{placement}-{curriculum}", f"{'post' if placement == 'pre' else 'pre'}-{curriculum}"
+        draw = "+reinit" if name.endswith("+reinit") else ""  # compared within the same initial draw
+        plain, other = (f"{p}-{curriculum}{draw}" for p in (placement, "post" if placement == "pre" else "pre"))
         if not name or name == "reinit" or plain not in study.arms:
             continue
         effect, gap = {arm: 1.0, plain: -1.0}, {other: 1.0, plain: -1.0}
@@ -167,9 +175,12 @@ def _interventions(study: StudyFiles) -> list[dict[str, Any]]:
             "effect": _contrast(study, effect),
             "share": None,
         }
-        row["gap"] = _contrast(study, gap)
-        if row["gap"]["valid"] and row["effect"]["valid"] and Estimate(**row["gap"]["estimate"]).excludes_zero:
-            row["share"] = _contrast(study, effect, over=gap)["estimate"]
+        row["gap"], row["no_share"] = _contrast(study, gap, beside=[arm]), "–"
+        if row["gap"]["valid"] and row["effect"]["valid"]:
+            if headline(row["gap"]).excludes_zero:
+                row["share"] = _contrast(study, effect, over=gap)["estimate"]
+            else:
+                row["no_share"] = "no gap to explain"
         rows.append(row)
     return rows
 
@@ -282,20 +293,18 @@ def _claims(summary: dict[str, Any]) -> list[dict[str, str]]:
         return verdict, form.format(found.value, found.half_width)
 
     grow, rows = summary["deltas"].get("grow"), summary["ce_per_phase"]
+    phases = len(summary["diagnostics"].get("post-grow", []))
     claims: list[tuple[str, str, tuple[str, str] | None]] = [
         ("Grown, post-norm is ahead (Δ grow < 0)", "−0.033", sign(grow)),
         ("The interaction is negative", "−0.033", sign(summary["interaction"])),
     ]
-    if len(rows) > 1:
-        deltas = [row["delta"]["value"] for row in rows]
-        crossed = "yes" if deltas[0] > 0 > deltas[-1] else "no"
-        claims.append(
-            (
-                "The ranking crosses over while growing",
-                "+0.004 → −0.033",
-                (crossed, " → ".join(f"{d:+.3f}" for d in deltas)),
-            )
-        )
+    if len(rows) > 1 and len(rows) == phases and grow is not None and grow["valid"]:
+        first, last = (Estimate(**row["delta"]) for row in (rows[0], rows[-1]))
+        crossed = "yes" if first.value > 0 > last.value else "no"
+        if not (first.excludes_zero and last.excludes_zero):
+            crossed = "not settled"
+        text = " → ".join(f"{row['delta']['value']:+.3f}" for row in rows)
+        claims.append(("The ranking crosses over while growing", "+0.004 → −0.033", (crossed, text)))
     ends = {
         arm: phases[-1]["blocks"] for arm, phases in summary["diagnostics"].items() if len(phases[-1]["blocks"]) > 1
     }
@@ -313,8 +322,10 @@ def _claims(summary: dict[str, Any]) -> list[dict[str, str]]:
         }
         if all(values[0] and values[-1] for values in spread.values()):
             growth = {arm: values[-1] / values[0] for arm, values in spread.items()}
-            drifts = growth["pre-grow"] > 1.2 and spread["pre-grow"][-1] > 2 * spread["post-grow"][-1]
-            text = f"std ×{growth['pre-grow']:.2f} to {spread['pre-grow'][-1]:.2f}; post {spread['post-grow'][-1]:.3f}"
+            rise = {arm: values[-1] - values[0] for arm, values in spread.items()}
+            drifts = growth["pre-grow"] > 1.2 and rise["pre-grow"] > 2 * rise["post-grow"]
+            ours = [f"std ×{growth[arm]:.2f} to {spread[arm][-1]:.3g}" for arm in ("pre-grow", "post-grow")]
+            text = f"{ours[0]}; post {ours[1]}"
             claims.append(
                 (
                     "Pre's scale after block 0 drifts, post's does not",
@@ -338,14 +349,18 @@ def _claims(summary: dict[str, Any]) -> list[dict[str, str]]:
     ]
 
 
-def _clause(name: str, delta: dict[str, Any]) -> str:
+def _clause(name: str, delta: dict[str, Any], mixed: bool) -> str:
+    count = len(delta["seeds"])
+    basis = f", {count} seed{'s' if count > 1 else ''}" if mixed else ""
     if not delta["valid"]:
         return f"under {name} the comparison is invalid ({delta['reason']})"
     estimate = headline(delta)
     if not estimate.excludes_zero:
-        return f"under {name} the two cannot be told apart ({estimate.value:+.3f} ± {estimate.half_width:.3f})"
+        return f"under {name} the two cannot be told apart ({estimate.value:+.3f} ± {estimate.half_width:.3f}{basis})"
     ahead = "post-norm" if estimate.value < 0 else "pre-norm"
-    return f"under {name} {ahead} is ahead by {abs(estimate.value):.3f} ± {estimate.half_width:.3f} nats per token"
+    return (
+        f"under {name} {ahead} is ahead by {abs(estimate.value):.3f} ± {estimate.half_width:.3f} nats per token{basis}"
+    )
 
 
 def sentence(summary: dict[str, Any]) -> str:
@@ -355,7 +370,8 @@ def sentence(summary: dict[str, Any]) -> str:
     valid = [name for name in named if deltas[name]["valid"]]
     if not named or not any(deltas[name]["valid"] or "finite" in deltas[name]["reason"] for name in named):
         return "Nothing to compare yet: no curriculum has both placements finished."
-    text = "; ".join(_clause(name, deltas[name]) for name in named)
+    counts = sorted({len(deltas[name]["seeds"]) for name in valid})
+    text = "; ".join(_clause(name, deltas[name], len(counts) > 1) for name in named)
     if interaction is not None and interaction["valid"]:
         estimate = headline(interaction)
         if not estimate.excludes_zero:
@@ -365,8 +381,9 @@ def sentence(summary: dict[str, Any]) -> str:
         else:
             verdict = f"the opposite sign of the paper's {PAPER['interaction']:+.3f}"
         text += f". The interaction is {estimate.value:+.3f} ± {estimate.half_width:.3f}, {verdict}"
-    counts = sorted({len(deltas[name]["seeds"]) for name in valid})
     basis = "over held-out documents; one seed: how far another initialisation would move it is not measured"
-    if counts and counts != [1]:
-        basis = f"across {' or '.join(map(str, counts))} seeds"
+    if len(counts) > 1:
+        basis = "across seeds where there are several, else over held-out documents"
+    elif counts and counts != [1]:
+        basis = f"across {counts[0]} seeds"
     return f"{text[0].upper()}{text[1:]} (95 % {basis})."

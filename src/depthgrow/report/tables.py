@@ -10,8 +10,10 @@ from typing import Any
 
 import yaml
 
+from depthgrow.files import shown
+
 DEFINITIONS: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("definitions.yaml").read_text())
-MISSING = "–"
+MISSING = shown(None)
 CLASSES = ("document_boundary", "delimiter", "regular", "outlier")
 
 
@@ -66,10 +68,6 @@ def _tex(text: str) -> str:
     return "".join(TEX.get(c, c) for c in text)
 
 
-def _number(value: float | None, form: str = ".4f") -> str:
-    return MISSING if value is None else format(value, form)
-
-
 def _interval(estimate: dict[str, Any] | None, form: str = ".4f") -> str:
     """'value [low, high]'; the value alone where there is no interval."""
     if estimate is None or estimate["value"] is None:
@@ -108,12 +106,12 @@ def two_by_two(summary: dict[str, Any]) -> Table:
         row = [curriculum]
         for placement in ("pre", "post"):
             arm = arms.get(f"{placement}-{curriculum}")
-            row += [_compared(arm and arm["ce"], ".4f"), _number(stated.get(f"{placement}-{curriculum}"))]
+            row += [_compared(arm and arm["ce"], ".4f"), shown(stated.get(f"{placement}-{curriculum}"))]
         delta = summary["deltas"].get(curriculum)
-        rows.append([*row, _compared(delta), _number(delta and delta["paper"], "+.4f")])
+        rows.append([*row, _compared(delta), shown(delta and delta["paper"], "+.4f")])
     interaction = summary["interaction"]
     if interaction is not None and rows:
-        rows.append(["interaction", "", "", "", "", _compared(interaction), _number(interaction["paper"], "+.4f")])
+        rows.append(["interaction", "", "", "", "", _compared(interaction), shown(interaction["paper"], "+.4f")])
     return _table("two_by_two", ["", "pre", "paper", "post", "paper", "Δ = post − pre", "paper"], rows)
 
 
@@ -128,7 +126,7 @@ def across_seeds(summary: dict[str, Any]) -> Table:
             name,
             str(len(s["values"])),
             _interval({"value": s["mean"]} | s, "+.4f"),
-            _number(s["std"]),
+            shown(s["std"]),
             f"{s['negative']} / {s['positive']}",
             str(s["needed"]) if s["needed"] < 10_000 else "over 9,999",
         ]
@@ -145,10 +143,10 @@ def controls(summary: dict[str, Any]) -> Table:
         [
             row["arm"],
             _compared(arms[row["arm"]]["ce"], ".4f"),
-            _number(arms[row["arm"]]["paper_ce"]),
+            shown(arms[row["arm"]]["paper_ce"]),
             _compared(row),
             _seeds(row),
-            _number(row["paper"], "+.4f"),
+            shown(row["paper"], "+.4f"),
         ]
         for row in summary["controls"]
     ]
@@ -161,7 +159,7 @@ def interventions(summary: dict[str, Any]) -> Table:
             row["arm"],
             _compared(row["effect"]),
             f"{_compared(row['gap'])} to {row['other']}",
-            _interval(row["share"], "+.2f") if row["share"] else "no gap to explain",
+            _interval(row["share"], "+.2f") if row["share"] else row["no_share"],
         ]
         for row in summary["interventions"]
     ]
@@ -169,8 +167,14 @@ def interventions(summary: dict[str, Any]) -> Table:
 
 
 def noise_floor(summary: dict[str, Any]) -> Table:
-    rows = [[arm, _compared(floor), _seeds(floor)] for arm, floor in summary["noise_floor"].items()]
-    return _table("noise_floor", ["arm", "CE − CE(same arm, other draw)", "across seeds"], rows)
+    rows = []
+    for arm, floor in summary["noise_floor"].items():
+        values = (
+            floor["across"]["values"] if floor["across"] else [floor["estimate"]["value"]] if floor["valid"] else []
+        )
+        typical = (sum(v * v for v in values) / len(values)) ** 0.5 if values else None
+        rows.append([arm, _compared(floor), shown(typical), str(len(values))])
+    return _table("noise_floor", ["arm", "CE − CE(same arm, other draw)", "root mean square", "seeds"], rows)
 
 
 def quantities(summary: dict[str, Any]) -> Table:
@@ -178,12 +182,13 @@ def quantities(summary: dict[str, Any]) -> Table:
         [
             arm,
             str(values["layers"]),
+            str(len(values["seeds"])),
             *(
-                _number((values["ce"]["estimate"] or {"value": None})["value"] if q == "ce" else values.get(q))
+                shown((values["ce"]["estimate"] or {"value": None})["value"] if q == "ce" else values.get(q))
                 for q in ("ce", "kl", "soft_ce")
             ),
-            _number(values.get("teacher_entropy")),
-            _number(values["ppl"], ".2f"),
+            shown(values.get("teacher_entropy")),
+            shown(values["ppl"], ".2f"),
             f"{values['parameters']['trainable']:,}",
         ]
         for arm, values in summary["arms"].items()
@@ -194,22 +199,25 @@ def quantities(summary: dict[str, Any]) -> Table:
             [
                 "teacher",
                 str(summary["teacher"]["architecture"]["num_layers"]),
-                _number(held_out["ce"]),
+                MISSING,
+                shown(held_out["ce"]),
                 MISSING,
                 MISSING,
                 MISSING,
-                _number(held_out["ppl"], ".2f"),
+                shown(held_out["ppl"], ".2f"),
                 f"{summary['teacher']['parameters']:,} (frozen)",
             ]
         )
     return _table(
-        "quantities", ["arm", "layers", "ce", "kl", "soft_ce", "teacher entropy", "ppl", "trainable parameters"], rows
+        "quantities",
+        ["arm", "layers", "seeds", "ce", "kl", "soft_ce", "teacher entropy", "ppl", "parameters, embedding apart"],
+        rows,
     )
 
 
 def ce_per_phase(summary: dict[str, Any]) -> Table:
     rows = [
-        [str(r["phase"]), str(r["layers"]), _number(r["pre"]), _number(r["post"]), _interval(r["delta"], "+.4f")]
+        [str(r["phase"]), str(r["layers"]), shown(r["pre"]), shown(r["post"]), _interval(r["delta"], "+.4f")]
         for r in summary["ce_per_phase"]
     ]
     return _table("ce_per_phase", ["phase", "layers", "pre-grow", "post-grow", "Δ = post − pre"], rows)
@@ -221,9 +229,9 @@ def block_removal(summary: dict[str, Any]) -> Table:
         reference = summary["paper"]["blocks"].get(arm, [])
         for row in phases[-1]["blocks"]:
             stated = reference[row["block"]] if row["block"] < len(reference) else (None, None)
-            cells = [_interval(row["removal"], ".3f"), _number(stated[0], ".2f"), _interval(row["angle"], ".3f")]
+            cells = [_interval(row["removal"], ".3f"), shown(stated[0], ".2f"), _interval(row["angle"], ".3f")]
             rows.append(
-                [arm, str(row["block"]), *cells, _number(stated[1], ".3f"), _interval(row["relative_update"], ".3f")]
+                [arm, str(row["block"]), *cells, shown(stated[1], ".3f"), _interval(row["relative_update"], ".3f")]
             )
     return _table(
         "block_removal", ["arm", "block", "removal ΔCE", "paper", "angle / π", "paper", "relative update"], rows
@@ -250,11 +258,11 @@ def boundary_scale(summary: dict[str, Any]) -> Table:
             for row in phase["blocks"]:
                 scale = row["rms"]["all"]
                 shape = [
-                    _number(scale.get("mean"), ".3f"),
-                    _number(scale.get("std"), ".3f"),
-                    _number(scale.get("kurtosis"), ".1f"),
+                    shown(scale.get("mean"), ".3f"),
+                    shown(scale.get("std"), ".3f"),
+                    shown(scale.get("kurtosis"), ".1f"),
                 ]
-                classes = [_number(row["rms"][kind].get("mean"), ".3f") for kind in CLASSES]
+                classes = [shown(row["rms"][kind].get("mean"), ".3f") for kind in CLASSES]
                 rows.append([arm, str(phase["phase"]), str(row["block"]), *shape, *classes])
     return _table(
         "boundary_scale",
@@ -271,7 +279,7 @@ def outliers(summary: dict[str, Any]) -> Table:
             repr(t["text"]),
             str(t["document"]),
             str(t["position"]),
-            f"{t['rms']:.1f}",
+            shown(t["rms"], ".1f"),
             str(t["channel"]),
         ]
         for arm, phases in summary["diagnostics"].items()
@@ -315,7 +323,7 @@ def gradients(summary: dict[str, Any]) -> Table:
     for arm, found in summary["transitions"].items():
         for row in found:
             for part, norms in row["grad_norms"].items():
-                cells = [_number(norms[name], ".3f") for name in ("before", "after", "end")]
+                cells = [shown(norms[name], ".3f") for name in ("before", "after", "end")]
                 rows.append([arm, f"{row['from']} → {row['to']}", part, *cells])
     return _table("gradients", ["arm", "blocks", "part", "before", "after", "end of the phase"], rows)
 

@@ -66,7 +66,9 @@ def transitions(run: Run) -> list[dict[str, Any]]:
 
 
 def _column(phase: Phase, name: str) -> list[float]:
-    return [record.get(name, np.nan) for record in phase.metrics if record["kind"] == "train"]
+    """A value of every step; NaN where its line was lost or has none."""
+    found = {record["step"]: record.get(name) for record in phase.metrics if record["kind"] == "train"}
+    return [np.nan if (value := found.get(step)) is None else value for step in range(1, phase.steps + 1)]
 
 
 def _gradients(before: Phase, after: Phase) -> dict[str, dict[str, float | None]]:

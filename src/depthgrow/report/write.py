@@ -46,10 +46,13 @@ def write_report(root: Path) -> Written:
     for table in tables:
         write_atomic(folder / "tables" / f"{table.name}.csv", table.csv())
         write_atomic(folder / "tables" / f"{table.name}.tex", table.latex())
-    written = {table.name for table in tables} | {part["id"].removeprefix("figure-") for part in drawn}
-    for path in (*folder.glob("tables/*"), *folder.glob("figures/*")):
-        if path.stem not in written:
-            path.unlink()  # of an earlier report: nothing must stand there that this one does not show
+    stale = set(DEFINITIONS["tables"]) - {table.name for table in tables}
+    stale |= {f"figure-{name}" for name in DEFINITIONS["figures"]} - {part["id"] for part in drawn}
+    for name in stale:  # what an earlier report showed and this one does not
+        for kind in (
+            ("figures/{}.png", "figures/{}.svg") if name.startswith("figure-") else ("tables/{}.csv", "tables/{}.tex")
+        ):
+            (folder / kind.format(name.removeprefix("figure-"))).unlink(missing_ok=True)
     write_json(folder / "report.json", summary)
     provenance = _provenance(summary)
     write_atomic(folder / "report.md", _markdown(summary, tables, drawn, provenance))
