@@ -294,7 +294,7 @@ def transitions(summary: dict[str, Any]) -> Table:
     for arm, found in summary["transitions"].items():
         for number, row in enumerate(found):
             stated = dict(enumerate(summary["paper"]["transitions"].get(arm, []))).get(number)
-            back = ", ".join("not within" if r is None else str(r) for r in row["recovery"])
+            back = ", ".join(MISSING if r is None else str(r) for r in row["recovery"])
             cells = [_interval(row[name], ".3f") for name in ("jump", "peak")]
             cells += [_interval(row["auc"][share], ".3f") for share in row["auc"]]
             paper = MISSING
