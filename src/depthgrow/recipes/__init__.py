@@ -48,7 +48,8 @@ def laptop() -> Study:
 
 
 def laptop_long() -> Study:
-    """The laptop study with half the initial gain, twice the rate and longer phases: where the paper's ranking appears."""
+    """The laptop study with half the initial gain, twice the rate and longer phases: transitions, drift and the parity under
+    joint come out near the paper's; the placements end within 0.01 nats of each other."""
     base = laptop()
     return replace(
         base,
