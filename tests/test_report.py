@@ -403,6 +403,9 @@ def test_empty_folder_and_damaged_files(mini, tmp_path):
     next((tmp_path / "nodes").glob("*/eval/step-00000006.npz")).write_bytes(b"PK")
     with pytest.raises(UserError, match="cannot be read"):
         write_report(tmp_path)
+    (tmp_path / "study.json").write_text("{}")
+    with pytest.raises(UserError, match="no arms"):
+        write_report(tmp_path)
     (tmp_path / "study.json").write_text("{")
     with pytest.raises(UserError, match="is damaged"):
         write_report(tmp_path)

@@ -208,7 +208,7 @@ def _cells(values: list[float | None], width: int) -> str:
 def _describe(name: str, found: dict[str, Any]) -> str:
     """Three short tables: blocks, layers, tokens that stand out."""
     lines = [
-        f"{name}: ce {shown(found['ce'])} on {found['documents']} documents, {found['tokens']:,} target tokens",
+        f"{name}: ce {shown(found['ce'])} on a fixed batch: {found['documents']} documents, {found['tokens']:,} target tokens",
         "block  removal   angle  update |  RMS mean      std  kurtosis  boundary  delimiter  regular  outliers",
     ]
     names = ("removal", "angle", "relative_update")

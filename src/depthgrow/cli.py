@@ -16,7 +16,8 @@ from depthgrow.files import UserError
 DONE, OUR_FAULT, USER_ERROR, STOPPED = 0, 1, 2, 3
 
 EPILOG = """\
-options of a recipe are written --section.field value; `depthgrow plan RECIPE` lists them all with their values.
+options of a recipe are written --section.field value, for example --arms pre-grow,post-grow --seeds 3 --optim.peak_lr 2e-3;
+`depthgrow plan RECIPE` lists them all with their values.
 exit codes: 0 done, 1 our fault, 2 a mistake in the call or its input, 3 stopped by a signal with everything saved.
 """
 

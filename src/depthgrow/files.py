@@ -71,9 +71,9 @@ def read_json(path: Path) -> Any:
     try:
         return json.loads(path.read_text())
     except FileNotFoundError:
-        raise UserError(f"{path} does not exist") from None
+        raise UserError(f"{path} does not exist; delete {path.parent} and run the study again") from None
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} is damaged ({error}); delete it and run the command again") from None
+        raise UserError(f"{path} is damaged ({error}); delete {path.parent} and run the study again") from None
 
 
 def sha256_file(path: Path) -> str:
@@ -106,7 +106,10 @@ def read_study(root: Path) -> Any:
     """
     if not (root / "study.json").exists():
         raise UserError(f"{root} holds no study (no study.json); run: depthgrow study RECIPE --out {root}")
-    return read_json(root / "study.json")
+    record = read_json(root / "study.json")
+    if not (isinstance(record, dict) and isinstance(record.get("arms"), dict) and "config" in record):
+        raise UserError(f"{root / 'study.json'} is damaged (no arms, no config); run the study again in another --out")
+    return record
 
 
 def require_space(folder: Path, num_bytes: int, what: str) -> None:

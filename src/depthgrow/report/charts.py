@@ -135,7 +135,7 @@ def boundary_rms(summary: dict[str, Any]) -> list[Panel]:
         found = list(_scale(summary, lambda rms, name=name: rms["all"].get(name)))
         series = [Series(arm, x, y, COLOURS[p]) for arm, p, x, y in found]
         if name == "std" and "pre" in {p for _, p, _, _ in found} and summary["paper"]["blocks"]:
-            ends = list(summary["paper"]["scale"]["pre"]["std"])
+            ends = list(summary["paper"]["scale_std"])
             series.append(Series("paper, pre-grow", [1, 3], ends, COLOURS["pre"], dash="dot"))
         panels.append(Panel("phase", f"{name} of the RMS", series, log_y=True))
     return panels if panels[0].series else []

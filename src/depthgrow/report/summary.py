@@ -303,6 +303,8 @@ def _claims(summary: dict[str, Any]) -> list[dict[str, str]]:
         crossed = "yes" if first.value > 0 > last.value else "no"
         if not (first.excludes_zero and last.excludes_zero):
             crossed = "not settled"
+        elif first.value < 0 < last.value:
+            crossed = "no, the other way"
         text = " → ".join(f"{row['delta']['value']:+.3f}" for row in rows)
         claims.append(("The ranking crosses over while growing", "+0.004 → −0.033", (crossed, text)))
     ends = {
@@ -378,6 +380,8 @@ def sentence(summary: dict[str, Any]) -> str:
             verdict = "not distinguishable from none"
         elif (estimate.value < 0) == (PAPER["interaction"] < 0):
             verdict = f"the same sign as the paper's {PAPER['interaction']:+.3f}"
+            if "grow" in valid and headline(deltas["grow"]).value > 0:
+                verdict += ", but not by its route: there post-norm is ahead under grow"
         else:
             verdict = f"the opposite sign of the paper's {PAPER['interaction']:+.3f}"
         text += f". The interaction is {estimate.value:+.3f} ± {estimate.half_width:.3f}, {verdict}"
