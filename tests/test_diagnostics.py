@@ -203,7 +203,9 @@ def test_removing_one_layer_is_the_model_without_it(documents):
     def loss(model):
         rows = [torch.from_numpy(documents[i].copy()).long() for i in range(5)]
         parts = [
-            torch.nn.functional.cross_entropy(model.lm_head(model(r[:-1], [len(r) - 1])), r[1:], reduction="none")
+            torch.nn.functional.cross_entropy(
+                model(r[:-1], [len(r) - 1]) @ model.lm_head.weight.T, r[1:], reduction="none"
+            )
             for r in rows
         ]
         return torch.cat(parts).double().mean().item()

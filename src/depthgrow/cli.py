@@ -112,7 +112,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options, rest = _parser().parse_known_args(arguments)
         return _run(options, rest)
     except UserError as error:
-        print(f"depthgrow: {error}", file=sys.stderr)
+        if os.environ.get("RANK", "0") == "0":  # every rank of torchrun has the same to say
+            print(f"depthgrow: {error}", file=sys.stderr)
         return USER_ERROR
     except KeyboardInterrupt:
         print("depthgrow: interrupted", file=sys.stderr)
@@ -144,6 +145,9 @@ def _run(options: argparse.Namespace, rest: list[str]) -> int:
         assignments: dict[str, Any] = dict(parse_assignments(rest))
     elif rest:
         raise UserError(f"unexpected argument {rest[0]!r} (see depthgrow {options.command} --help)")
+    ranked = options.command in ("study", "train", "prepare")
+    if "RANK" in os.environ and not ranked:
+        raise UserError(f"{options.command} runs in one process; call it without torchrun")
     if options.command == "report":
         return _report(options.study)
     import transformers
@@ -193,20 +197,22 @@ def _recipe_command(options: argparse.Namespace, assignments: dict[str, Any]) ->
     if options.command == "prepare" and study.teacher.source == "smollm2":
         print(f"teacher: {prepare_smollm2()}")
     from depthgrow.console import Console
+    from depthgrow.parallel import first, joined
     from depthgrow.runner import prepare, run_study
-    from depthgrow.runtime import Stopped, StopSignal
+    from depthgrow.runtime import Stopped, StopSignal, pick_device
 
     root = getattr(options, "out", None) or Path("runs") / study.name
-    with StopSignal().listening() as stop, Console() as console:
-        try:
-            if options.command == "prepare":
-                prepare(study, console).fill(study, stop, console)
-                return DONE
-            run_study(study, root, stop=stop, listener=console)
-        except Stopped as stopped:
-            console.note(f"stopped during {stopped}; everything is saved, run the same command to go on")
-            return STOPPED
-    return _report(root) if options.command == "study" else DONE
+    with joined(pick_device(study.train.device)), StopSignal().listening() as stop:
+        with Console() if first() else Console(open(os.devnull, "w")) as console:
+            try:
+                if options.command == "prepare":
+                    prepare(study, console).fill(study, stop, console)
+                else:
+                    run_study(study, root, stop=stop, listener=console)
+            except Stopped as stopped:
+                console.note(f"stopped during {stopped}; everything is saved, run the same command to go on")
+                return STOPPED
+        return _report(root) if options.command == "study" and first() else DONE
 
 
 def _pretrain(options: argparse.Namespace, assignments: dict[str, Any]) -> int:

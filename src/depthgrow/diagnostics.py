@@ -20,6 +20,7 @@ from depthgrow.data.batches import MicroBatch, group_by_length, pack
 from depthgrow.data.classes import TokenClasses
 from depthgrow.data.tokens import TokenizedDocuments
 from depthgrow.head_loss import token_values
+from depthgrow.parallel import whole
 from depthgrow.student import Layout, Student
 
 FIXED_TOKENS = 4096  # the published study uses 2 x 2048
@@ -172,6 +173,7 @@ def diagnose(
     """
     groups = list(group_by_length(documents, fixed_batch(documents), micro_tokens))
     batches = [pack(documents, group).to(device) for group in groups]
+    head_VD = whole(student.lm_head.weight.detach())
     layers, size = list(student.layers), student.config.layers_per_block
     attentions: list[Any] = [layer.self_attn for layer in layers]
     blocks = [layers[b * size : (b + 1) * size] for b in range(student.active_blocks)]
@@ -179,9 +181,7 @@ def diagnose(
     block_in: list[Tensor] = []
 
     def cross_entropy() -> float:
-        total = sum(
-            token_values(hidden(b), student.lm_head.weight, b.label_N, None).ce_N.double().sum() for b in batches
-        )
+        total = sum(token_values(hidden(b), head_VD, b.label_N, None).ce_N.double().sum() for b in batches)
         return float(total / sum(b.num_targets for b in batches))
 
     def removal(removed: Sequence[nn.Module]) -> float:

@@ -16,6 +16,7 @@ from depthgrow.data.batches import MicroBatch, group_by_length, pack
 from depthgrow.data.tokens import TokenizedDocuments
 from depthgrow.files import write_atomic
 from depthgrow.head_loss import TeacherTargets, token_values
+from depthgrow.parallel import rank, sum_ranks, world
 
 Targets = Callable[[MicroBatch], TeacherTargets]
 
@@ -55,24 +56,26 @@ def evaluate(
     micro_tokens: int,
     device: torch.device,
 ) -> Evaluation:
-    """Evaluate on every held-out document.
+    """Evaluate on every held-out document, each on one of the ranks; all get the result.
 
     Args:
         hidden: the final hidden states h_ND of a micro-batch of held-out documents, a student's or a teacher's.
         targets: the teacher's, per micro-batch of held-out documents; None for cross-entropy alone.
     """
     count = len(held_out)
-    sums = {name: np.full(count, np.nan) for name in ("ce", "kl", "teacher_entropy")}
-    for group in group_by_length(held_out, range(count), micro_tokens):
+    names = ("ce", "kl", "teacher_entropy")
+    sums = torch.zeros(len(names), count, dtype=torch.float64, device=device)
+    if targets is None:
+        sums[1:] = torch.nan
+    groups = list(group_by_length(held_out, range(count), micro_tokens))
+    groups += [[]] * (-len(groups) % world())  # ranks take turns, and make as many passes
+    for group in groups[rank() :: world()]:
         batch = pack(held_out, group).to(device)
         values = token_values(hidden(batch), head_VD, batch.label_N, None if targets is None else targets(batch))
-        row_N = torch.arange(len(group)).repeat_interleave(torch.tensor(batch.lengths)).to(device)
-        for name, value_N in (
-            ("ce", values.ce_N),
-            ("kl", values.kl_N),
-            ("teacher_entropy", values.teacher_entropy_N),
-        ):
+        documents, lengths = (torch.tensor(x, dtype=torch.long) for x in (group, batch.lengths))
+        document_N = documents.repeat_interleave(lengths).to(device)
+        for total, value_N in zip(sums, (values.ce_N, values.kl_N, values.teacher_entropy_N), strict=True):
             if value_N is not None:
-                total = torch.zeros(len(group), dtype=torch.float64, device=device)
-                sums[name][group] = total.index_add_(0, row_N, value_N.double()).cpu().numpy()
-    return Evaluation(tokens=held_out.num_targets.copy(), **sums)
+                total.index_add_(0, document_N, value_N.double())
+    found = dict(zip(names, sum_ranks(sums).cpu().numpy(), strict=True))
+    return Evaluation(tokens=held_out.num_targets.copy(), **found)

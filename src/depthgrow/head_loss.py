@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -168,8 +168,7 @@ class _HeadLoss(torch.autograd.Function):
         return (grad_h_ND * scale).to(grad_h_ND.dtype), grad_head, None, None, None, None
 
 
-@dataclass(frozen=True)
-class HeadLoss:
+class HeadLoss(NamedTuple):
     """``loss``: differentiable, already divided. The sums over tokens are in nats, at tau = 1, on the device."""
 
     loss: Tensor

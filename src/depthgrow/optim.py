@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from depthgrow.files import UserError
+from depthgrow.parallel import collected, cut_like, own_part, sharded, sum_ranks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +59,8 @@ def learning_rate(config: OptimConfig, step: int, num_steps: int) -> float:
 class NamedAdamW:
     """torch's AdamW whose state is addressed by parameter name, so that it survives growth and freezing.
 
-    Only parameters that require a gradient are held: a frozen one has no moments and cannot decay.
+    Only parameters that require a gradient are held: a frozen one has no moments and cannot decay. Of a sharded parameter
+    each rank updates its own part.
 
     Args:
         part_of: the part of the model that a parameter's name belongs to; gradient norms are reported by part.
@@ -72,38 +74,47 @@ class NamedAdamW:
     ):
         self.config = config
         self.parameters = {name: parameter for name, parameter in named if parameter.requires_grad}
-        self.parts: dict[str, list[nn.Parameter]] = {}
-        for name, parameter in self.parameters.items():
-            self.parts.setdefault(part_of(name), []).append(parameter)
-            parameter.grad = None  # a stale gradient would make AdamW skip restored state
+        self._parts = {name: own_part(parameter).detach() for name, parameter in self.parameters.items()}
         self._adamw = torch.optim.AdamW(
-            self.parameters.values(),
+            self._parts.values(),
             lr=config.peak_lr,
             betas=(config.beta1, config.beta2),
             eps=config.eps,
             weight_decay=config.weight_decay,
             fused=True,
         )
+        self.groups: dict[str, list[Tensor]] = {}
+        for name, part in self._parts.items():
+            self.groups.setdefault(part_of(name), []).append(part)
+            self.parameters[name].grad = None  # a stale gradient would be taken for the first step's
 
     def step(self, lr: float) -> dict[str, Tensor]:
         """Clip the global gradient norm, update, drop the gradients. Returns the norms before clipping, on the device:
         'grad_norm' of all and 'grad_norm PART' of each part."""
-        grads = {part: [p.grad for p in held if p.grad is not None] for part, held in self.parts.items()}
-        norms = {f"grad_norm {part}": nn.utils.get_total_norm(held) for part, held in grads.items()}
-        total = torch.stack(list(norms.values())).norm()
-        nn.utils.clip_grads_with_norm_(self.parameters.values(), self.config.clip_norm, total)
+        for name, parameter in self.parameters.items():
+            self._parts[name].grad = None if parameter.grad is None else own_part(parameter.grad)
+            parameter.grad = None
+        norms = torch.stack(
+            [nn.utils.get_total_norm([p.grad for p in held if p.grad is not None]) for held in self.groups.values()]
+        )
+        if sharded():
+            norms = sum_ranks(norms.square()).sqrt()
+        total = norms.norm()
+        nn.utils.clip_grads_with_norm_(self._parts.values(), self.config.clip_norm, total)
         self._adamw.param_groups[0]["lr"] = lr
         self._adamw.step()
         self._adamw.zero_grad(set_to_none=True)
-        return {"grad_norm": total, **norms}
+        return {"grad_norm": total} | {
+            f"grad_norm {group}": norm for group, norm in zip(self.groups, norms, strict=True)
+        }
 
     def state(self) -> dict[str, Tensor]:
-        """Moments and step counts as ``{'exp_avg.NAME': ..., 'exp_avg_sq.NAME': ..., 'step.NAME': ...}``."""
-        return {
-            f"{key}.{name}": value
+        """Moments and step counts as ``{'exp_avg.NAME': ..., 'exp_avg_sq.NAME': ..., 'step.NAME': ...}``, whole, on rank 0."""
+        return collected(
+            (f"{key}.{name}", value, parameter)
             for name, parameter in self.parameters.items()
-            for key, value in self._adamw.state[parameter].items()
-        }
+            for key, value in self._adamw.state[self._parts[name]].items()
+        )
 
     def load_state(self, state: dict[str, Tensor]) -> None:
         """Restore moments by name; parameters the state does not know start without any.
@@ -116,7 +127,7 @@ class NamedAdamW:
                 continue
             if state[f"exp_avg.{name}"].shape != parameter.shape:
                 raise UserError(f"optimizer state of {name} has shape {tuple(state[f'exp_avg.{name}'].shape)}")
-            self._adamw.state[parameter] = {
-                key: state[f"{key}.{name}"].clone().to(parameter.device)  # the fused kernel wants the step there too
-                for key in ("step", "exp_avg", "exp_avg_sq")
-            }
+            moments = {key: cut_like(state[f"{key}.{name}"], parameter) for key in ("exp_avg", "exp_avg_sq")}
+            moments["step"] = state[f"step.{name}"]
+            # copies, and the step too on the device: the fused kernel wants it there
+            self._adamw.state[self._parts[name]] = {k: v.clone().to(parameter.device) for k, v in moments.items()}

@@ -26,6 +26,7 @@ from depthgrow.files import UserError, cache_root, read_json, write_json
 from depthgrow.head_loss import TeacherTargets
 from depthgrow.ledger import Flops
 from depthgrow.metrics import event_writer
+from depthgrow.parallel import on_first, on_first_held, sharded
 from depthgrow.runtime import Stop, Stopped, num_cores, pick_device, torch_dtype
 from depthgrow.study import Facts, Node, Study, Tree, Workspace, plan_tree
 from depthgrow.teacher.cache import TargetCache, open_cache
@@ -66,7 +67,7 @@ class Prepared:
         def train_targets(batch: MicroBatch) -> TeacherTargets:
             if shards is None:
                 return self.teacher.targets(batch)
-            return shards[batch.document_ids[0] // size].targets(batch)
+            return shards[batch.document_ids[0] // size if batch.document_ids else 0].targets(batch)
 
         batches = Batches(
             self.tokens.train,
@@ -146,19 +147,22 @@ def run_study(study: Study, root: Path, *, stop: Stop, listener: Listener) -> No
         UserError: a mistake the message explains. Stopped: a signal came; the next call goes on from there.
     """
     workspace = Workspace(root)
-    workspace.claim(study)
+    on_first(lambda: workspace.claim(study))
     if study.train.tensorboard:
         event_writer()  # if it is missing, say so before the work and not after
-    with workspace.locked():
+    with on_first_held(workspace.locked):
         prepared = prepare(study, listener)
         tree = plan_tree(study, prepared.facts)
-        workspace.record(study, tree, prepared.facts)
-        write_json(root / "data.json", prepared.tokens.info)
+        on_first(lambda: workspace.record(study, tree, prepared.facts))
+        on_first(lambda: write_json(root / "data.json", prepared.tokens.info))
         prepared.fill(study, stop, listener)
-        _record_teacher(study, prepared, root)
-        missing = [node for node in tree.nodes.values() if not workspace.is_done(node.key)]
+        if on_first(lambda: not (root / "teacher.json").exists()):
+            evaluation = prepared.evaluate_teacher(study)
+            on_first(lambda: _record_teacher(study, prepared, evaluation, root))
+        done = on_first(lambda: {key for key in tree.nodes if workspace.is_done(key)})
+        missing = [node for node in tree.nodes.values() if node.key not in done]
         named = sum(len(node.users) for node in tree.nodes.values())
-        jobs = min(study.train.jobs or _cores(study, prepared.device), len(missing))
+        jobs = 1 if sharded() else min(study.train.jobs or _cores(study, prepared.device), len(missing))
         beside = f", {jobs} side by side" if jobs > 1 else ""
         listener.note(
             f"{len(study.arms)} arms, {named} phases, {len(tree.nodes)} of them distinct, {len(missing)} left to run{beside}"
@@ -182,7 +186,7 @@ def _announce(workspace: Workspace, tree: Tree, missing: list[Node], arch: Archi
 
 
 def _cores(study: Study, device: torch.device) -> int:
-    return 1 if device.type == "cuda" else max(1, num_cores() // study.train.threads)
+    return 1 if device.type == "cuda" or sharded() else max(1, num_cores() // study.train.threads)
 
 
 def _work(workspace: Workspace, node: Node, arch: Architecture) -> Work:
@@ -196,9 +200,9 @@ def _work(workspace: Workspace, node: Node, arch: Architecture) -> Work:
 def _run_node(
     study: Study, workspace: Workspace, node: Node, prepared: Prepared, stop: Stop, listener: Listener
 ) -> None:
-    folder = workspace.node(node.key)
+    folder, before = workspace.node(node.key), node.parent
     folder.mkdir(parents=True, exist_ok=True)
-    parent = None if node.parent is None else _finished(workspace, node.parent)
+    parent = None if before is None else on_first(lambda: _finished(workspace, before))
     run_phase(node.run, prepared.materials(study, node.run.seed), folder, parent, stop=stop, listener=listener)
 
 
@@ -332,20 +336,17 @@ def _relaying(queue: Any, listener: Listener) -> Iterator[None]:
         thread.join()
 
 
-def _record_teacher(study: Study, prepared: Prepared, root: Path) -> None:
-    path = root / "teacher.json"
-    if path.exists():
-        return
+def _record_teacher(study: Study, prepared: Prepared, evaluation: Evaluation, root: Path) -> None:
     teacher = prepared.teacher
     provenance = Path(resolve_teacher(study.teacher.source)) / "provenance.json"
     write_json(
-        path,
+        root / "teacher.json",
         {
             "source": study.teacher.source,
             "fingerprint": teacher.fingerprint,
             "architecture": to_dict(teacher.arch),
             "parameters": sum(p.numel() for p in teacher.model.parameters()),
-            "held_out": prepared.evaluate_teacher(study).summary(),
+            "held_out": evaluation.summary(),
             "provenance": read_json(provenance) if provenance.exists() else None,
         },
     )

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from depthgrow.architecture import Architecture
 from depthgrow.files import UserError, unknown
+from depthgrow.head_loss import HeadLoss, ObjectiveConfig, TeacherTargets, head_loss
 from depthgrow.interventions import INTERVENTIONS
 from depthgrow.runtime import keyed_generator
 
@@ -49,22 +50,23 @@ class Layout:
 
     def __init__(self, lengths: Sequence[int], cos_Td: Tensor, sin_Td: Tensor):
         self.lengths = list(lengths)
-        if max(lengths) > len(cos_Td):
+        if max(lengths, default=0) > len(cos_Td):
             raise UserError(
                 f"a document of {max(lengths)} tokens exceeds the model's {len(cos_Td)} positions; lower data.max_tokens"
             )
-        position_N = torch.cat([torch.arange(n) for n in lengths]).to(cos_Td.device)
+        position_N = torch.cat([torch.arange(n) for n in (*lengths, 0)]).to(cos_Td.device)
         self.first_N = position_N == 0
         self.cos_N1d = cos_Td[position_N].unsqueeze(1)
         self.sin_N1d = sin_Td[position_N].unsqueeze(1)
 
+    @torch.compiler.disable  # a compiled layer would be specialised to one list of lengths
     def attend(self, q_NHd: Tensor, k_NGd: Tensor, v_NGd: Tensor) -> Tensor:
         """softmax(q k^T / sqrt(d)) v, causal, inside each document: [N, H * d].
 
         One call a document: on a CPU mostly faster than one right-padded rectangle, and without its copies.
         """
         grouped = q_NHd.shape[1] != k_NGd.shape[1]
-        mixed = []
+        mixed = [q_NHd[:0].flatten(1)]  # a rank may be left without documents
         for q_THd, k_TGd, v_TGd in zip(*(x.split(self.lengths) for x in (q_NHd, k_NGd, v_NGd)), strict=True):
             q_1HTd, k_1GTd, v_1GTd = (x.transpose(0, 1).unsqueeze(0) for x in (q_THd, k_TGd, v_TGd))
             out_1HTd = F.scaled_dot_product_attention(q_1HTd, k_1GTd, v_1GTd, is_causal=True, enable_gqa=grouped)
@@ -155,6 +157,20 @@ def post(layer: DecoderLayer, h_ND: Tensor, layout: Layout) -> Tensor:
     return layer.post_attention_layernorm(h_ND + layer.mlp(h_ND))
 
 
+class Head(nn.Linear):
+    """The language-model head. Calling it gives the loss: no logits leave it."""
+
+    def forward(  # type: ignore[override]
+        self,
+        h_ND: Tensor,
+        label_N: Tensor,
+        targets: TeacherTargets | None,
+        objective: ObjectiveConfig,
+        denominator: float,
+    ) -> HeadLoss:
+        return head_loss(h_ND, self.weight, label_N, targets, objective, denominator)
+
+
 @dataclass(frozen=True)
 class Placement:
     """Where a layer's norms sit (``forward``) and where the one boundary norm does: 'final' or 'entry'."""
@@ -207,7 +223,7 @@ class Student(nn.Module):
         self.embed_tokens = nn.Embedding(arch.vocab_size, arch.hidden_size)
         self.layers = nn.ModuleList()
         self.norm = RMSNorm(arch.hidden_size, arch.rms_norm_eps)
-        self.lm_head = nn.Linear(arch.hidden_size, arch.vocab_size, bias=False)
+        self.lm_head = Head(arch.hidden_size, arch.vocab_size, bias=False)
         self._draw(self)
         with torch.no_grad():
             for parameter, source in (
@@ -260,7 +276,7 @@ class Student(nn.Module):
 
     def layout(self, lengths: Sequence[int]) -> Layout:
         """Documents of these lengths (in tokens), with their rotary tables."""
-        longest = max(lengths)
+        longest = max(lengths, default=0)
         weight = self.norm.weight
         if self._rope is None or len(self._rope[0]) < longest or self._rope[0].device != weight.device:
             size = min(self.arch.max_positions, max(longest, 512 if self._rope is None else 2 * len(self._rope[0])))

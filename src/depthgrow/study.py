@@ -239,9 +239,11 @@ FREE_FIELDS = (
     "seeds",
     "teacher.cache_dir",
     "train.checkpoint_every",
+    "train.compile",
     "train.device",
     "train.jobs",
     "train.log_every",
+    "train.recompute",
     "train.tensorboard",
 )
 

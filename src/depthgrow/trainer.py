@@ -24,10 +24,11 @@ from depthgrow.data.tokens import TokenizedDocuments
 from depthgrow.diagnostics import diagnose
 from depthgrow.evaluate import Evaluation, Targets, evaluate
 from depthgrow.files import UserError, write_json
-from depthgrow.head_loss import ObjectiveConfig, head_loss
+from depthgrow.head_loss import ObjectiveConfig
 from depthgrow.ledger import Flops, causal_pairs
 from depthgrow.metrics import MetricsLog, read_metrics
 from depthgrow.optim import NamedAdamW, OptimConfig, learning_rate
+from depthgrow.parallel import any_rank, collected, first, on_first, own_part, rank, spread, sum_ranks, whole, world
 from depthgrow.runtime import Stop, Stopped, environment, pick_device, torch_dtype
 from depthgrow.student import PLACEMENTS, Student, StudentConfig
 
@@ -38,7 +39,8 @@ class TrainConfig:
 
     micro_tokens: most tokens (padding inside attention included) of one forward pass; dtype: of the matrix products
     (weights, moments and sums stay float32). tensorboard: event files in every node's folder. threads: CPU threads of one
-    phase; jobs: phases run side by side (0: as many as the CPU's cores allow, one on a GPU).
+    phase; jobs: phases run side by side (0: as many as the CPU's cores allow, one on a GPU or under torchrun). recompute:
+    layers run again in the backward pass instead of keeping what it needs; compile: `torch.compile` each layer.
     """
 
     steps_per_phase: int = 50_000
@@ -52,6 +54,8 @@ class TrainConfig:
     tensorboard: bool = False
     threads: int = 1
     jobs: int = 0
+    recompute: bool = False
+    compile: bool = False
 
     def __post_init__(self) -> None:
         for name in (
@@ -151,12 +155,12 @@ def set_trainable(student: Student, phase: Phase) -> None:
 
 
 def saved_weights(student: Student) -> dict[str, Tensor]:
-    """All parameters but an embedding that is a frozen copy of the teacher's."""
-    return {
-        name: parameter.detach()
+    """All parameters but an embedding that is a frozen copy of the teacher's; whole, on rank 0."""
+    return collected(
+        (name, own_part(parameter), parameter)
         for name, parameter in student.named_parameters()
         if not (name == "embed_tokens.weight" and student.config.freeze_embedding)
-    }
+    )
 
 
 def load_weights(student: Student, weights: dict[str, Tensor], where: Path) -> None:
@@ -204,144 +208,184 @@ def run_phase(
     stop: Stop,
     listener: Listener,
 ) -> None:
-    """Train one phase in ``folder`` until it is done, going on from the newest checkpoint there.
+    """Train one phase in ``folder`` until it is done, going on from the newest checkpoint there; on all ranks together.
 
     Raises:
         Stopped: a signal came; a checkpoint of the last finished step has been written.
     """
-    device = pick_device(run.train.device)
-    phase, train = run.phase, run.train
-    torch.set_num_threads(train.threads)
-    student = build_student(run, materials, device)
-    if parent is not None:
-        load_weights(student, parent.weights(), parent.path)
-    optimizer = NamedAdamW(student.named_parameters(), run.optim, student.part_of)
-    checkpoints = folder / "checkpoints"
-    newest = latest_checkpoint(checkpoints, listener.note) if checkpoints.exists() else None
-    if newest is not None:
-        load_weights(student, newest.weights(), newest.path)
-        optimizer.load_state(newest.optimizer())
-    elif parent is not None and not phase.reset_optimizer:
-        optimizer.load_state(parent.optimizer())
-    counted = {"tokens": 0, "pairs": 0, "active_layer_tokens": 0, "flops": 0, "seconds": 0.0}
-    first = 0
-    if newest is not None:
-        first, counted = newest.step, newest.state["counted"]
-    log = MetricsLog(folder / "metrics.jsonl", tensorboard=train.tensorboard)
-    log.cut_after(first)
-    for late in folder.glob("eval/step-*.npz"):
-        if int(late.stem.removeprefix("step-")) > first:
-            late.unlink()
-    write_json(folder / "config.json", {"label": run.label, "identity": run.identity})
-    write_json(folder / "environment.json", environment(device))
-    listener.note(f"{run.label}: {trainable_table(student)}" + (f", from step {first}" if first else ""))
+    loop = _Loop(run, materials, folder, parent, listener)
+    for step in range(loop.done, run.phase.steps):
+        loop.step(step)
+        loop.keep_up(stop)
+    loop.finish()
 
-    start = data_start(run.phases, len(run.phases) - 1)
-    flops = Flops.of(materials.arch)
-    work = step_work(phase, run.placement, run.student.layers_per_block)
-    distilled = materials.train_targets is not None
-    pending: list[dict[str, Any]] = []
-    clock = time.perf_counter()
-    since = (clock, 0)
 
-    def flush() -> None:
-        """Move device values to the host and append them: the only synchronisation between steps."""
-        nonlocal since
-        if pending:
-            waiting = [(record, name) for record in pending for name, v in record.items() if isinstance(v, Tensor)]
-            values = torch.stack([record[name].double() for record, name in waiting]).tolist()
-            for (record, name), value in zip(waiting, values, strict=True):
-                record[name] = value
-            now, tokens = time.perf_counter(), sum(record["tokens"] for record in pending)
-            pending[-1]["tokens_per_second"] = round((since[1] + tokens) / (now - since[0]), 1)
-            since = (now, 0)
-            log.append(pending)
-            listener.progress(run.label, pending[-1]["step"], phase.steps, pending[-1])
-            pending.clear()
+class _Loop:
+    """A phase under way: student, optimizer, the number of steps ``done``, and the files it keeps in ``folder``.
 
-    def checkpoint(step: int) -> Checkpoint:
-        nonlocal clock
-        flush()
-        now = time.perf_counter()
-        counted["seconds"] += now - clock
-        clock = now
-        return save_checkpoint(
-            checkpoints, saved_weights(student), optimizer.state(), {"step": step, "counted": counted}
+    Every rank has one and makes the same calls; only the first writes and talks.
+    """
+
+    def __init__(
+        self, run: PhaseRun, materials: Materials, folder: Path, parent: Checkpoint | None, listener: Listener
+    ):
+        self.run, self.materials, self.folder, self.listener = run, materials, folder, listener
+        self.train, self.device = run.train, pick_device(run.train.device)
+        torch.set_num_threads(self.train.threads)
+        checkpoints = folder / "checkpoints"
+        newest = on_first(lambda: latest_checkpoint(checkpoints, listener.note) if checkpoints.exists() else None)
+        origin = newest or parent
+        self.student = build_student(run, materials, torch.device("cpu"))
+        if origin is not None:
+            load_weights(self.student, origin.weights(), origin.path)
+        spread(
+            self.student,
+            self.device,
+            dtype=torch_dtype(self.train.dtype),
+            recompute=self.train.recompute,
+            compile_layers=self.train.compile,
         )
+        self.optimizer = NamedAdamW(self.student.named_parameters(), run.optim, self.student.part_of)
+        if origin is not None and (newest is not None or not run.phase.reset_optimizer):
+            self.optimizer.load_state(origin.optimizer())
+        self.done = 0
+        self.counted = {"tokens": 0, "pairs": 0, "active_layer_tokens": 0, "flops": 0, "seconds": 0.0}
+        if newest is not None:
+            self.done, self.counted = newest.step, newest.state["counted"]
+        self.log = MetricsLog(folder / "metrics.jsonl", tensorboard=self.train.tensorboard, writes=first())
+        self.log.cut_after(self.done)
+        if first():
+            for late in folder.glob("eval/step-*.npz"):
+                if int(late.stem.removeprefix("step-")) > self.done:
+                    late.unlink()
+        self._record("config.json", {"label": run.label, "identity": run.identity})
+        self._record("environment.json", environment(self.device) | {"ranks": world()})
+        resumed = f", from step {self.done}" if self.done else ""
+        listener.note(f"{run.label}: {trainable_table(self.student)}{resumed}")
+        self._start = data_start(run.phases, len(run.phases) - 1)
+        self._flops = Flops.of(materials.arch)
+        self._work = step_work(run.phase, run.placement, run.student.layers_per_block)
+        self._pending: list[dict[str, Any]] = []
+        self._clock = time.perf_counter()
+        self._since = self._clock
 
-    def evaluation(step: int) -> None:
-        nonlocal since
-        flush()
-        before = time.perf_counter()
-        result = evaluate_student(student, materials, train, device)
-        result.save(folder / "eval" / f"step-{step:08d}.npz")
-        summary = result.summary()
-        log.append([{"kind": "eval", "step": step, **summary}])
-        listener.progress(run.label, step, phase.steps, {"held_out_ce": summary["ce"]})
-        since = (since[0] + time.perf_counter() - before, since[1])
+    def _record(self, name: str, value: Any) -> None:
+        if first():
+            write_json(self.folder / name, value)
 
-    for step in range(first, phase.steps):
-        micro_batches = materials.batches.global_batch(DataPosition(start.shard, start.batch + step))
-        num_targets = sum(batch.num_targets for batch in micro_batches)
+    def step(self, step: int) -> None:
+        """One optimizer step on one global batch. Nothing here waits for the device."""
+        run, position = self.run, DataPosition(self._start.shard, self._start.batch + step)
+        lengths = self.materials.batches.lengths(position)
+        tokens, pairs = sum(lengths), causal_pairs(lengths)
+        distilled = self.materials.train_targets is not None
         sums: list[Tensor] = []
-        for micro in micro_batches:
-            batch = micro.to(device)
-            targets = None if materials.train_targets is None else materials.train_targets(batch)
-            with compute_dtype(train, device):
-                h_ND = student(batch.ids_N, batch.lengths)
-            result = head_loss(
-                narrow(h_ND, train), student.lm_head.weight, batch.label_N, targets, run.objective, num_targets
-            )
+        for micro in self.materials.batches.global_batch(position, rank(), world()):
+            batch = micro.to(self.device)
+            targets = None if self.materials.train_targets is None else self.materials.train_targets(batch)
+            with compute_dtype(self.train, self.device):
+                h_ND = self.student(batch.ids_N, batch.lengths)
+            result = self.student.lm_head(narrow(h_ND, self.train), batch.label_N, targets, run.objective, tokens)
             result.loss.backward()
-            sums.append(torch.stack([result.loss.detach().double() * num_targets, result.ce_sum, result.kl_sum]))
+            sums.append(torch.stack([result.loss.detach().double() * tokens, result.ce_sum, result.kl_sum]))
         lr = learning_rate(run.optim, run.schedule[0] + step, run.schedule[1])
-        norms = optimizer.step(lr)
-        total = torch.stack(sums).sum(0) / num_targets
+        norms = self.optimizer.step(lr)
+        total = sum_ranks(torch.stack(sums).sum(0)) / tokens
         record = {"kind": "train", "step": step + 1, "loss": total[0], "ce": total[1]}
         if distilled:
             record["kl"] = total[2]
-        pending.append(record | norms | {"lr": lr, "tokens": num_targets})
-        pairs = sum(causal_pairs(micro.lengths) for micro in micro_batches)
-        counted["tokens"] += num_targets
-        counted["pairs"] += pairs
-        counted["active_layer_tokens"] += num_targets * work["layers"]
-        counted["flops"] += flops.train_step(num_targets, pairs, **work, distilled=distilled)
-        done = step + 1
-        if done % train.log_every == 0:
-            flush()
-        if done % train.eval_every == 0 or done == phase.steps:
-            evaluation(done)
-        if done == phase.steps or done % train.checkpoint_every == 0 or stop.requested:
-            checkpoint(done)
-        if stop.requested and done < phase.steps:
-            raise Stopped(run.label)
+        self._pending.append(record | norms | {"lr": lr, "tokens": tokens})
+        self.counted["tokens"] += tokens
+        self.counted["pairs"] += pairs
+        self.counted["active_layer_tokens"] += tokens * self._work["layers"]
+        self.counted["flops"] += self._flops.train_step(tokens, pairs, **self._work, distilled=distilled)
+        self.done = step + 1
 
-    findings = diagnose(
-        student,
-        hidden_states(student, train, device),
-        materials.held_out,
-        materials.classes,
-        micro_tokens=train.micro_tokens,
-        device=device,
-    )
-    write_json(folder / "diagnostics.json", findings)
-    consumed = consumed_documents(run.phases, materials.batches)
-    targets_of = materials.batches.documents.num_targets
-    if not any(record["kind"] == "eval" and record["step"] == phase.steps for record in read_metrics(log.path)):
-        evaluation(phase.steps)  # a power failure took the lines that the checkpoint outlived
-    last = [record for record in read_metrics(log.path) if record["kind"] == "eval"][-1]
-    write_json(
-        folder / "done.json",
-        {
-            "steps": phase.steps,
-            "counted": counted,
-            "unique_tokens": int(sum(targets_of[i] for i in consumed)),
-            "final": {name: value for name, value in last.items() if name not in ("kind", "step")},
-            "parameters": parameter_counts(student),
-        },
-    )
-    log.close()
-    listener.note(f"{run.label} done: held-out ce {last['ce']:.4f} after {counted['seconds']:.0f} s")
+    def keep_up(self, stop: Stop) -> None:
+        """Log, evaluate, save and stop where the step just made calls for it; ranks agree on a stop when they log."""
+        train, last = self.train, self.done == self.run.phase.steps
+        logging = self.done % train.log_every == 0
+        if logging:
+            self._flush()
+        stopping = any_rank(stop.requested) if world() == 1 or logging or last else False
+        if last or self.done % train.eval_every == 0:
+            self._evaluate()
+        if last or self.done % train.checkpoint_every == 0 or stopping:
+            self._save()
+        if stopping and not last:
+            raise Stopped(self.run.label)
+
+    def _flush(self) -> None:
+        """Move device values to the host and append them: the only synchronisation between steps."""
+        pending = self._pending
+        if not pending:
+            return
+        waiting = [(record, name) for record in pending for name, v in record.items() if isinstance(v, Tensor)]
+        values = torch.stack([record[name].double() for record, name in waiting]).tolist()
+        for (record, name), value in zip(waiting, values, strict=True):
+            record[name] = value
+        now, tokens = time.perf_counter(), sum(record["tokens"] for record in pending)
+        pending[-1]["tokens_per_second"] = round(tokens / (now - self._since), 1)
+        self._since = now
+        self.log.append(pending)
+        self.listener.progress(self.run.label, pending[-1]["step"], self.run.phase.steps, pending[-1])
+        pending.clear()
+
+    def _save(self) -> None:
+        self._flush()
+        now = time.perf_counter()
+        self.counted["seconds"] += now - self._clock
+        self._clock = now
+        weights, moments = saved_weights(self.student), self.optimizer.state()
+        if first():
+            state = {"step": self.done, "counted": self.counted}
+            save_checkpoint(self.folder / "checkpoints", weights, moments, state)
+
+    def _evaluate(self) -> None:
+        self._flush()
+        before = time.perf_counter()
+        result = evaluate_student(self.student, self.materials, self.train, self.device)
+        summary = result.summary()
+        if first():
+            result.save(self.folder / "eval" / f"step-{self.done:08d}.npz")
+        self.log.append([{"kind": "eval", "step": self.done, **summary}])
+        self.listener.progress(self.run.label, self.done, self.run.phase.steps, {"held_out_ce": summary["ce"]})
+        self._since += time.perf_counter() - before
+
+    def _last_evaluation(self) -> dict[str, Any] | None:
+        found = [record for record in read_metrics(self.log.path) if record["kind"] == "eval"]
+        return found[-1] if found and found[-1]["step"] == self.done else None
+
+    def finish(self) -> None:
+        """Diagnostics, and the record that says the phase is done."""
+        materials, student = self.materials, self.student
+        findings = diagnose(
+            student,
+            hidden_states(student, self.train, self.device),
+            materials.held_out,
+            materials.classes,
+            micro_tokens=self.train.micro_tokens,
+            device=self.device,
+        )
+        self._record("diagnostics.json", findings)
+        if on_first(self._last_evaluation) is None:
+            self._evaluate()  # a power failure took the lines that the checkpoint outlived
+        last = on_first(self._last_evaluation)
+        assert last is not None
+        consumed = consumed_documents(self.run.phases, materials.batches)
+        targets_of = materials.batches.documents.num_targets
+        self._record(
+            "done.json",
+            {
+                "steps": self.run.phase.steps,
+                "counted": self.counted,
+                "unique_tokens": int(sum(targets_of[i] for i in consumed)),
+                "final": {name: value for name, value in last.items() if name not in ("kind", "step")},
+                "parameters": parameter_counts(student),
+            },
+        )
+        self.log.close()
+        self.listener.note(f"{self.run.label} done: held-out ce {last['ce']:.4f} after {self.counted['seconds']:.0f} s")
 
 
 def consumed_documents(phases: Sequence[Phase], batches: Batches) -> set[int]:
@@ -381,7 +425,7 @@ def evaluate_student(student: Student, materials: Materials, train: TrainConfig,
     """Held-out evaluation of a student."""
     return evaluate(
         hidden_states(student, train, device),
-        student.lm_head.weight,
+        whole(student.lm_head.weight.detach()),
         materials.held_out,
         materials.held_out_targets,
         micro_tokens=train.micro_tokens,

@@ -12,6 +12,7 @@ from torch import Tensor
 from depthgrow.curriculum import DataPosition
 from depthgrow.data.tokens import TokenizedDocuments
 from depthgrow.files import UserError
+from depthgrow.parallel import share
 from depthgrow.runtime import keyed_seed
 
 
@@ -33,13 +34,14 @@ class MicroBatch:
 
 
 def pack(documents: TokenizedDocuments, indices: Sequence[int]) -> MicroBatch:
-    """The documents ``indices`` as one micro-batch."""
+    """The documents ``indices`` as one micro-batch, which may be empty."""
     rows = [torch.from_numpy(np.asarray(documents[i], dtype=np.int64)) for i in indices]
+    nothing = torch.empty(0, dtype=torch.int64)
     return MicroBatch(
         document_ids=list(indices),
         lengths=[len(row) - 1 for row in rows],
-        ids_N=torch.cat([row[:-1] for row in rows]),
-        label_N=torch.cat([row[1:] for row in rows]),
+        ids_N=torch.cat([nothing, *(row[:-1] for row in rows)]),
+        label_N=torch.cat([nothing, *(row[1:] for row in rows)]),
     )
 
 
@@ -82,7 +84,15 @@ class Batches:
         places = (position.batch * self.batch_documents + np.arange(self.batch_documents)) % self.shard_documents
         return [int(i) + position.shard * self.shard_documents for i in self._orders[position.shard][places]]
 
-    def global_batch(self, position: DataPosition) -> list[MicroBatch]:
-        """The batch as micro-batches of near-equal document lengths; their targets together are the denominator."""
+    def lengths(self, position: DataPosition) -> list[int]:
+        """Target tokens of every document of a global batch; their sum is the loss's denominator."""
+        return [len(self.documents[i]) - 1 for i in self.document_ids(position)]
+
+    def global_batch(self, position: DataPosition, rank: int = 0, ranks: int = 1) -> list[MicroBatch]:
+        """A rank's share of the batch, in micro-batches of near-equal document lengths; all ranks get as many of them,
+        so that their collective passes match: one that has fewer is given empty ones."""
         indices = self.document_ids(position)
-        return [pack(self.documents, group) for group in group_by_length(self.documents, indices, self.micro_tokens)]
+        dealt = [[indices[i] for i in places] for places in share(self.lengths(position), ranks)]
+        groups = [list(group_by_length(self.documents, own, self.micro_tokens)) for own in dealt]
+        idle: list[list[int]] = [[]] * (max(map(len, groups)) - len(groups[rank]))
+        return [pack(self.documents, group) for group in groups[rank] + idle]

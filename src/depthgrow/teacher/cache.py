@@ -28,6 +28,7 @@ from depthgrow.data.batches import MicroBatch, group_by_length, pack
 from depthgrow.data.tokens import TokenizedDocuments
 from depthgrow.files import UserError, locked, read_json, require_space, write_json
 from depthgrow.head_loss import TeacherTargets
+from depthgrow.parallel import any_rank, first, max_ranks, on_first_held, rank, world
 from depthgrow.runtime import Stop, Stopped
 from depthgrow.teacher.live import LiveTeacher
 
@@ -75,7 +76,7 @@ class TargetCache:
         Raises:
             Stopped: a signal came; what was computed is kept.
         """
-        with locked(self.folder.with_suffix(".lock")):
+        with on_first_held(lambda: locked(self.folder.with_suffix(".lock"))):
             self.checksums = np.load(self.folder / "checksums.npy", allow_pickle=False)
             self._fill(teacher, stop, progress, workers)
 
@@ -85,15 +86,17 @@ class TargetCache:
             return group, _to_numpy(teacher.hidden(batch.ids_N, batch.lengths))
 
         groups = list(group_by_length(self.documents, self.missing, self.micro_tokens))
+        groups += [[]] * (-len(groups) % world())
+        groups = groups[rank() :: world()]
         done = len(self.checksums) - len(self.missing)
         threads = torch.get_num_threads()
         with ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(threads,)) as pool:
             for first in range(0, len(groups), 2 * workers):
                 for group, rows_ND in pool.map(compute, groups[first : first + 2 * workers]):
                     self._write(group, rows_ND)
-                    done += len(group)
-                    progress(done, len(self.checksums))
-                stopping = stop.requested
+                    done += len(group) * world()
+                    progress(min(done, len(self.checksums)), len(self.checksums))
+                stopping = any_rank(stop.requested)
                 if stopping or first // (2 * workers) % SAVE_EVERY == SAVE_EVERY - 1:
                     self._save()
                 if stopping:
@@ -111,6 +114,9 @@ class TargetCache:
 
     def _save(self) -> None:
         self.hidden.flush()
+        self.checksums = max_ranks(torch.from_numpy(self.checksums)).numpy()  # -1 where no rank has been
+        if not first():
+            return
         scratch = self.folder / "checksums.partial.npy"
         np.save(scratch, self.checksums)
         scratch.replace(self.folder / "checksums.npy")
@@ -121,7 +127,7 @@ class TargetCache:
         Raises:
             UserError: rows on disk are not what the teacher wrote.
         """
-        parts = []
+        parts = [_to_torch(self.hidden[:0])]
         for document in batch.document_ids:
             index = document - self.first
             rows = self.hidden[self.starts[index] : self.starts[index + 1]]

@@ -96,6 +96,8 @@ class LiveTeacher:
     @torch.no_grad()
     def hidden(self, ids_N: Tensor, lengths: list[int]) -> Tensor:
         """Final-normed hidden states of documents laid end to end. Right padding needs no mask under causal attention."""
+        if not lengths:
+            return self.head_VD.new_empty(0, self.arch.hidden_size)
         ids_BT = torch.nn.utils.rnn.pad_sequence(list(ids_N.split(lengths)), batch_first=True)
         hidden_BTD = self.model.model(input_ids=ids_BT, use_cache=False).last_hidden_state
         return torch.cat([row_TD[:n] for row_TD, n in zip(hidden_BTD, lengths, strict=True)])

@@ -1,0 +1,195 @@
+"""One process or many: the ranks that torchrun started, what they must agree on, and how a model is spread over them.
+
+    torchrun --nproc-per-node N -m depthgrow study RECIPE
+
+Without torchrun every function here is the identity, so that callers have one path. Under it a student is sharded by
+FSDP2 (`fully_shard`): each decoder layer, the embedding and the head apart; gradients are summed over ranks, never
+averaged, since the loss is already divided by the global batch's tokens.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.utils.checkpoint import checkpoint
+
+T = TypeVar("T")
+
+
+def launched() -> bool:
+    """Whether torchrun (or a launcher that sets the same variables) started this process."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+@contextmanager
+def joined(device: torch.device) -> Iterator[None]:
+    """Inside, this process is one of torchrun's ranks; without torchrun nothing happens."""
+    if not launched():
+        yield
+        return
+    if device.type == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def sharded() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
+def rank() -> int:
+    return dist.get_rank() if sharded() else 0
+
+
+def world() -> int:
+    return dist.get_world_size() if sharded() else 1
+
+
+def first() -> bool:
+    """The rank that writes files and talks."""
+    return rank() == 0
+
+
+def on_first(action: Callable[[], T]) -> T:
+    """What ``action`` returns on rank 0, the only one to call it; what it raises there is raised on every rank."""
+    if not sharded():
+        return action()
+    told: list[Any] = [None, None]
+    if first():
+        try:
+            told[0] = action()
+        except Exception as error:
+            told[1] = error
+    dist.broadcast_object_list(told)
+    if told[1] is not None:
+        raise told[1]
+    return told[0]
+
+
+@contextmanager
+def on_first_held(enter: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
+    """What rank 0 enters, until all ranks have left; a failure to enter is raised on every rank."""
+    with ExitStack() as held:
+        on_first(lambda: held.enter_context(enter()))
+        yield
+        any_rank(False)  # nobody is still inside
+
+
+def any_rank(flag: bool) -> bool:
+    """Whether ``flag`` is true on some rank."""
+    return bool(max_ranks(torch.tensor(int(flag))))
+
+
+def sum_ranks(x: Tensor) -> Tensor:
+    """The sum of ``x`` over ranks, in place."""
+    if sharded():
+        dist.all_reduce(x)
+    return x
+
+
+def max_ranks(x: Tensor) -> Tensor:
+    """The largest of every element over ranks, in place."""
+    if sharded():
+        dist.all_reduce(x, dist.ReduceOp.MAX)
+    return x
+
+
+def spread(student: Any, device: torch.device, *, dtype: torch.dtype, recompute: bool, compile_layers: bool) -> None:
+    """Put a student on the device and, under torchrun, shard it over the ranks; parameters keep their names.
+
+    Args:
+        dtype: of the matrix products; other than float32, sharded layers gather their weights in it and reduce gradients
+            in float32 (the shards themselves stay float32).
+        recompute: layers keep their input only and run again in the backward pass (activation checkpointing).
+        compile_layers: `torch.compile` every layer; one graph serves all of them, whatever the number of tokens.
+    """
+    for layer in student.layers:
+        if compile_layers:
+            layer.forward = torch.compile(layer.forward, dynamic=True)
+        if recompute:
+            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+    if not sharded():
+        student.to(device)
+        return
+    mesh = init_device_mesh(device.type, (world(),))
+    narrow = MixedPrecisionPolicy() if dtype == torch.float32 else MixedPrecisionPolicy(dtype, torch.float32)
+    narrow = MixedPrecisionPolicy(narrow.param_dtype, narrow.reduce_dtype, cast_forward_inputs=False)
+    for layer in student.layers:
+        fully_shard(layer, mesh=mesh, mp_policy=narrow)
+    fully_shard(student.embed_tokens, mesh=mesh)
+    fully_shard(student.lm_head, mesh=mesh, mp_policy=narrow)
+    fully_shard(student, mesh=mesh)
+    for module in student.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+
+
+def own_part(x: Tensor) -> Tensor:
+    """This rank's shard of a parameter or gradient, sharing its memory; anything else as it is."""
+    return x.to_local() if isinstance(x, DTensor) else x
+
+
+def cut_like(whole: Tensor, parameter: Tensor) -> Tensor:
+    """This rank's shard of a tensor that every rank has whole, cut as ``parameter`` is."""
+    if not isinstance(parameter, DTensor):
+        return whole
+    return distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None).to_local()
+
+
+def whole(x: Tensor, like: Tensor | None = None) -> Tensor:
+    """The tensor of which ``x`` is this rank's part (cut as ``like`` is), on every rank; all ranks must call this."""
+    if isinstance(like, DTensor):
+        x = DTensor.from_local(
+            x, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+        )
+    return x.full_tensor() if isinstance(x, DTensor) else x
+
+
+def collected(tensors: Iterable[tuple[str, Tensor, Tensor]]) -> dict[str, Tensor]:
+    """(name, this rank's part, the parameter it is cut like) as whole tensors on the CPU: on rank 0, nothing elsewhere."""
+    found = {}
+    for name, part, like in tensors:
+        value = whole(part.detach(), like if part.shape == own_part(like).shape else None)
+        if first():
+            found[name] = value.detach().cpu()
+    return found
+
+
+def share(sizes: Iterable[int], ranks: int) -> list[list[int]]:
+    """Places 0, 1, .. dealt out so that each rank's sizes sum to nearly the same: the largest first, to the lightest."""
+    sizes, loads = list(sizes), [0] * ranks
+    dealt: list[list[int]] = [[] for _ in range(ranks)]
+    for place in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
+        lightest = loads.index(min(loads))
+        loads[lightest] += sizes[place]
+        dealt[lightest].append(place)
+    return dealt
+
+
+def quiet_elsewhere(listener: Any) -> Any:
+    """The listener on rank 0, one that says nothing on the others."""
+    return listener if first() else Quiet()
+
+
+class Quiet:
+    """A listener that says nothing."""
+
+    def note(self, text: str) -> None: ...
+
+    def begin(self, work: Any, paths: Any, states: Any) -> None: ...
+
+    def progress(self, label: str, step: int, num_steps: int, values: Any) -> None: ...

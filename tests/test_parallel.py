@@ -1,0 +1,154 @@
+"""Several ranks under torchrun: the same command, the same numbers, the same files."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+
+import pytest
+import yaml
+
+from depthgrow.checkpoint import latest_checkpoint
+from depthgrow.config import fields_of
+from depthgrow.curriculum import DataPosition
+from depthgrow.metrics import read_metrics
+from depthgrow.parallel import share
+from depthgrow.runner import prepare, run_study
+
+ARMS = tuple(f"{p}-{c}" for p in ("pre", "post") for c in ("joint", "grow", "freeze"))
+
+
+def recipe(study, folder):
+    path = folder / "mini.yaml"
+    fields = {k: list(v) if isinstance(v, tuple) else v for k, v in fields_of(study)}
+    path.write_text(yaml.safe_dump({"recipe": "debug"} | fields))
+    return str(path)
+
+
+def launch(ranks, *arguments):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        [*command, "-m", "depthgrow", *arguments],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def run(ranks, *arguments):
+    process = launch(ranks, *arguments)
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, output[-3000:]
+    return output
+
+
+def assert_same(one, other, rtol):
+    """Every logged number, every weight and moment of every node."""
+    nodes = sorted(p.name for p in (one / "nodes").iterdir())
+    assert nodes == sorted(p.name for p in (other / "nodes").iterdir())
+    for node in nodes:
+        logs = [read_metrics(root / "nodes" / node / "metrics.jsonl") for root in (one, other)]
+        for a, b in zip(*logs, strict=True):
+            assert a.keys() == b.keys()
+            for name in a.keys() - {"tokens_per_second", "kind"}:
+                assert b[name] == pytest.approx(a[name], rel=rtol, abs=1e-9), (node, a["step"], name)
+        saved = [latest_checkpoint(root / "nodes" / node / "checkpoints") for root in (one, other)]
+        for part in ("weights", "optimizer"):
+            first, second = (getattr(checkpoint, part)() for checkpoint in saved)
+            assert first.keys() == second.keys()
+            for name, value in first.items():
+                gap = (second[name] - value).norm() / value.norm().clamp_min(1e-12)
+                assert gap < 10 * rtol, (node, name, float(gap))
+
+
+@pytest.fixture(scope="module")
+def alone(shared, tmp_path_factory):
+    """The study on one rank without torchrun, and the recipe it came from."""
+    return {}
+
+
+@pytest.fixture
+def reference(mini, alone, tmp_path_factory, silent, never):
+    if not alone:
+        study = replace(mini, arms=ARMS)
+        root = tmp_path_factory.mktemp("alone")
+        run_study(study, root / "study", stop=never, listener=silent)
+        alone.update(study=study, root=root / "study", recipe=recipe(study, root))
+    return alone
+
+
+@pytest.mark.parametrize(("ranks", "targets"), [(1, "cache"), (2, "cache"), (4, "cache"), (2, "live")])
+def test_ranks_equal_one_process(reference, tmp_path, ranks, targets):
+    run(ranks, "study", reference["recipe"], "--out", str(tmp_path / "s"), "--teacher.targets", targets)
+    assert_same(reference["root"], tmp_path / "s", 1e-6)
+    assert (tmp_path / "s" / "report" / "report.html").exists()
+
+
+@pytest.mark.parametrize("onward", [2, 1])
+def test_stopped_on_two_ranks_goes_on_with_as_many_or_fewer(mini, tmp_path, silent, never, onward):
+    study = replace(mini, arms=("post-freeze",), train=replace(mini.train, steps_per_phase=30, checkpoint_every=30))
+    run_study(study, tmp_path / "whole", stop=never, listener=silent)
+    arguments = ("train", recipe(study, tmp_path), "--arm", "post-freeze", "--out", str(tmp_path / "s"))
+    process = launch(2, *arguments)
+    deadline = time.monotonic() + 100
+    while not any(read_metrics(path) for path in (tmp_path / "s").glob("nodes/*/metrics.jsonl")):
+        assert process.poll() is None, process.communicate()[0][-3000:]
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=60)
+    assert "everything is saved" in output
+    assert len(list((tmp_path / "s").glob("nodes/*/done.json"))) < 3
+    if onward == 1:
+        run_study(study, tmp_path / "s", stop=never, listener=silent)
+    else:
+        run(2, *arguments)
+    assert_same(tmp_path / "whole", tmp_path / "s", 2e-6)
+
+
+def test_a_mistake_is_told_once(mini, tmp_path):
+    process = launch(2, "study", recipe(mini, tmp_path), "--arms", "pre-nonsense", "--out", str(tmp_path / "s"))
+    output, _ = process.communicate(timeout=100)
+    assert output.count("unknown arm 'pre-nonsense'") == 1
+    process = launch(2, "ls", str(tmp_path))
+    output, _ = process.communicate(timeout=100)
+    assert output.count("ls runs in one process; call it without torchrun") == 1
+
+
+def test_shares_are_even_and_lose_nothing():
+    sizes = [500, 3, 90, 410, 77, 78, 300, 12]
+    dealt = share(sizes, 3)
+    assert sorted(place for own in dealt for place in own) == list(range(8))
+    loads = [sum(sizes[i] for i in own) for own in dealt]
+    assert max(loads) - min(loads) < 100
+    assert share([5, 5], 4) == [[0], [1], [], []]
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 7])
+def test_ranks_see_each_document_once_and_as_many_micro_batches(mini, silent, never, ranks):
+    prepared = prepare(mini, silent)
+    batches = prepared.materials(mini, mini.seed).batches
+    for step in range(6):
+        position = DataPosition(0, step)
+        parts = [batches.global_batch(position, r, ranks) for r in range(ranks)]
+        assert len({len(part) for part in parts}) == 1
+        seen = [document for part in parts for micro in part for document in micro.document_ids]
+        assert sorted(seen) == sorted(batches.document_ids(position))
+        assert sum(m.num_targets for part in parts for m in part) == sum(batches.lengths(position))
+
+
+@pytest.mark.parametrize("option", ["recompute", pytest.param("compile", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("arm", ["pre-freeze", "post-freeze"])
+def test_recomputing_and_compiling_layers_change_no_number(mini, tmp_path, silent, never, option, arm):
+    plain = replace(mini, arms=(arm,))
+    other = replace(plain, train=replace(plain.train, **{option: True}))
+    for name, study in (("plain", plain), ("other", other)):
+        run_study(study, tmp_path / name, stop=never, listener=silent)
+    assert_same(tmp_path / "plain", tmp_path / "other", 1e-6)
