@@ -301,7 +301,7 @@ def test_partial_study_says_what_is_missing(mini, tmp_path):
     from depthgrow.runtime import Stopped
 
     with pytest.raises(Stopped):
-        run_study(replace(mini, arms=("pre-joint", "pre-grow")), tmp_path, stop=StopAt(19, 20), listener=Silent())
+        run_study(replace(mini, arms=("pre-joint", "pre-grow")), tmp_path, stop=StopAt(11), listener=Silent())
     written = write_report(tmp_path)
     assert "Nothing to compare yet" in written.sentence
     page = written.html.read_text()
