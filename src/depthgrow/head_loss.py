@@ -80,13 +80,23 @@ def _chunks(h_ND: Tensor, vocab_size: int) -> Iterator[slice]:
     return (slice(start, start + size) for start in range(0, len(h_ND), size))
 
 
-def _ce(log_p_nV: Tensor, label_n: Tensor) -> Tensor:
-    return -log_p_nV.gather(1, label_n.unsqueeze(1)).squeeze(1)
+def _softmax(z_nV: Tensor) -> tuple[Tensor, Tensor]:
+    """softmax(z) and the logarithm of its partition sum; ``z_nV`` is shifted in place so that its largest entry is 0."""
+    z_nV.sub_(z_nV.amax(1, keepdim=True))
+    p_nV = z_nV.softmax(1)
+    return p_nV, p_nV.amax(1).log_().neg_()
 
 
-def _kl(log_q_nV: Tensor, q_nV: Tensor, log_p_nV: Tensor) -> Tensor:
-    """KL(q || p) per token. A probability that underflows to 0 contributes exactly 0, since its logarithm is finite."""
-    return torch.linalg.vecdot(q_nV, log_q_nV - log_p_nV)
+def _ce(z_nV: Tensor, log_sum_n: Tensor, label_n: Tensor) -> Tensor:
+    return log_sum_n - z_nV.gather(1, label_n.unsqueeze(1)).squeeze(1)
+
+
+def _kl(q_nV: Tensor, zt_nV: Tensor, log_sum_t_n: Tensor, z_nV: Tensor, log_sum_n: Tensor) -> Tensor:
+    """KL(q || p) = sum_v q_v (zt_v - z_v) + log_sum - log_sum_t per token, of shifted logits; ``zt_nV`` is overwritten.
+
+    A probability that underflows to 0 contributes exactly 0, since logits are finite.
+    """
+    return zt_nV.sub_(z_nV).mul_(q_nV).sum(1).add_(log_sum_n).sub_(log_sum_t_n)
 
 
 @torch.no_grad()
@@ -95,13 +105,14 @@ def token_values(h_ND: Tensor, head_VD: Tensor, label_N: Tensor, targets: Teache
     wide = torch.float64 if h_ND.dtype == torch.float64 else torch.float32
     ce_N, kl_N, entropy_N = (torch.empty(len(h_ND), dtype=wide, device=h_ND.device) for _ in range(3))
     for part in _chunks(h_ND, len(head_VD)):
-        log_p_nV = _logits(h_ND[part], head_VD).log_softmax(1)
-        ce_N[part] = _ce(log_p_nV, label_N[part])
+        z_nV = _logits(h_ND[part], head_VD)
+        _, log_sum_n = _softmax(z_nV)
+        ce_N[part] = _ce(z_nV, log_sum_n, label_N[part])
         if targets is not None:
-            log_q_nV = _logits(targets.hidden_ND[part], targets.head_VD).log_softmax(1)
-            q_nV = log_q_nV.exp()
-            kl_N[part] = _kl(log_q_nV, q_nV, log_p_nV)
-            entropy_N[part] = -torch.linalg.vecdot(q_nV, log_q_nV)
+            zt_nV = _logits(targets.hidden_ND[part], targets.head_VD)
+            q_nV, log_sum_t_n = _softmax(zt_nV)
+            entropy_N[part] = log_sum_t_n - torch.linalg.vecdot(q_nV, zt_nV)
+            kl_N[part] = _kl(q_nV, zt_nV, log_sum_t_n, z_nV, log_sum_n)
     return TokenValues(ce_N, kl_N, entropy_N) if targets is not None else TokenValues(ce_N, None, None)
 
 
@@ -126,34 +137,34 @@ class _HeadLoss(torch.autograd.Function):
         for part in _chunks(h_ND, len(head_VD)):
             h_nD, label_n = h_ND[part], label_N[part]
             z_nV = _logits(h_nD, head_VD)
-            log_p_nV = z_nV.log_softmax(1)
-            ce_n = _ce(log_p_nV, label_n)
-            sums[1] += ce_n.sum()
-            sums[0] += gamma * ce_n.sum()
+            grad_nV, log_sum_n = _softmax(z_nV)
+            ce_sum = _ce(z_nV, log_sum_n, label_n).sum()
+            sums[1] += ce_sum
+            sums[0] += gamma * ce_sum
             if targets is None:
-                grad_nV = log_p_nV.exp_().mul_(gamma)
+                grad_nV.mul_(gamma / denominator)
             else:
                 zt_nV = _logits(targets.hidden_ND[part], targets.head_VD)
-                log_q_nV = zt_nV.log_softmax(1)
-                q_nV = log_q_nV.exp()
-                kl_n = _kl(log_q_nV, q_nV, log_p_nV)
-                sums[2] += kl_n.sum()
-                grad_nV = log_p_nV.exp_()
                 if tau == 1.0:
-                    grad_nV.mul_(alpha + gamma).sub_(q_nV, alpha=alpha)
+                    q_nV, log_sum_t_n = _softmax(zt_nV)
+                    grad_nV.mul_((alpha + gamma) / denominator).sub_(q_nV, alpha=alpha / denominator)
+                    soft_n = kl_n = _kl(q_nV, zt_nV, log_sum_t_n, z_nV, log_sum_n)
                 else:
-                    log_p_nV, log_q_nV = (z_nV / tau).log_softmax(1), (zt_nV / tau).log_softmax(1)
-                    q_nV = log_q_nV.exp()
-                    kl_n = _kl(log_q_nV, q_nV, log_p_nV)
-                    grad_nV.mul_(gamma).add_(log_p_nV.exp_().sub_(q_nV), alpha=alpha * tau)
-                sums[0] += alpha * tau**2 * kl_n.sum()
-            index_n1 = label_n.unsqueeze(1)
-            grad_nV.scatter_add_(1, index_n1, torch.full_like(ce_n, -gamma).unsqueeze(1))
-            grad_nV /= denominator
+                    z_tau_nV, zt_tau_nV = z_nV / tau, zt_nV / tau
+                    (p_nV, log_sum_tau_n), (q_nV, log_sum_t_n) = _softmax(z_tau_nV), _softmax(zt_tau_nV)
+                    grad_nV.mul_(gamma / denominator).add_(p_nV.sub_(q_nV), alpha=alpha * tau / denominator)
+                    soft_n = _kl(q_nV, zt_tau_nV, log_sum_t_n, z_tau_nV, log_sum_tau_n)
+                    q_nV, log_sum_t_n = _softmax(zt_nV)
+                    kl_n = _kl(q_nV, zt_nV, log_sum_t_n, z_nV, log_sum_n)
+                sums[2] += kl_n.sum()
+                sums[0] += alpha * tau**2 * soft_n.sum()
+            drop_n1 = torch.full_like(log_sum_n, -gamma / denominator).unsqueeze(1)
+            grad_nV.scatter_add_(1, label_n.unsqueeze(1), drop_n1)
             narrow_nV = grad_nV.to(h_nD.dtype)
             grad_h_ND[part] = narrow_nV @ head_VD.to(h_nD.dtype)
-            if grad_head_VD is not None:
-                # float32 accumulation: a bf16 sum over chunks loses more with every chunk
+            if grad_head_VD is not None and narrow_nV.dtype == wide:
+                grad_head_VD.addmm_(narrow_nV.T, h_nD)
+            elif grad_head_VD is not None:  # a bf16 sum over chunks would lose more with every chunk
                 grad_head_VD += (narrow_nV.T @ h_nD).to(wide)
         ctx.save_for_backward(grad_h_ND, grad_head_VD)
         ctx.head_dtype = head_VD.dtype
@@ -162,10 +173,10 @@ class _HeadLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
+        # in place, to save a copy as large as the head: autograd itself refuses a second backward pass over changed tensors
         grad_h_ND, grad_head_VD = ctx.saved_tensors
-        scale = grads[0]
-        grad_head = None if grad_head_VD is None else (grad_head_VD * scale).to(ctx.head_dtype)
-        return (grad_h_ND * scale).to(grad_h_ND.dtype), grad_head, None, None, None, None
+        grad_head = None if grad_head_VD is None else grad_head_VD.mul_(grads[0]).to(ctx.head_dtype)
+        return grad_h_ND.mul_(grads[0]), grad_head, None, None, None, None
 
 
 class HeadLoss(NamedTuple):
