@@ -10,7 +10,7 @@ from torch.nn.functional import cross_entropy
 
 from depthgrow import head_loss as module
 from depthgrow.files import UserError
-from depthgrow.head_loss import ObjectiveConfig, TeacherTargets, head_loss, token_values
+from depthgrow.head_loss import ObjectiveConfig, TeacherTargets, TopTargets, head_loss, token_values, top_targets
 
 N, D, DT, V = 37, 16, 24, 101
 
@@ -190,3 +190,49 @@ def test_other_vocabulary_is_refused():
 def test_bad_objective_is_refused(bad):
     with pytest.raises(UserError, match="objective"):
         ObjectiveConfig(**bad)
+
+
+def bucketed(h, w, labels, top, o, denominator):
+    """KL over the kept tokens and one bucket with all others, and CE: by autograd, from the definition."""
+    p = (h @ w.T).softmax(1)
+    q_top, p_top = top.log_q_Nk.double().exp(), p.gather(1, top.id_Nk.long())
+    q_rest, p_rest = 1 - q_top.sum(1), 1 - p_top.sum(1)
+    kl = (q_top * (q_top / p_top).log()).sum() + (q_rest * (q_rest / p_rest).log()).sum()
+    return (o.alpha * kl + o.gamma * cross_entropy(h @ w.T, labels, reduction="sum")) / denominator
+
+
+@pytest.mark.parametrize("k", [1, 7, V - 1])
+def test_top_targets_equal_the_bucketed_kl_and_its_gradient(k, monkeypatch):
+    monkeypatch.setattr(module, "chunk_tokens", lambda vocab, device: 8)
+    o = ObjectiveConfig(alpha=0.8, gamma=0.3)
+    h, w, labels, t = inputs()
+    kept = top_targets(t.hidden_ND, t.head_VD, k)
+    top = TopTargets(kept.id_Nk, kept.log_q_Nk.double())
+    expected = torch.autograd.grad(bucketed(h, w, labels, top, o, 50.0), (h, w))
+    result = head_loss(h, w, labels, top, o, 50.0)
+    torch.testing.assert_close(result.loss, bucketed(h, w, labels, top, o, 50.0).detach(), rtol=1e-9, atol=1e-12)
+    for ours, theirs in zip(torch.autograd.grad(result.loss, (h, w)), expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-8, atol=1e-11)
+
+
+def test_top_kl_lies_between_zero_and_the_full_kl_and_grows_with_k():
+    h, w, labels, t = inputs()
+    full = head_loss(h, w, labels, t, ObjectiveConfig(), 1.0).kl_sum.item()
+    found = [
+        head_loss(h, w, labels, top_targets(t.hidden_ND, t.head_VD, k), ObjectiveConfig(), 1.0).kl_sum.item()
+        for k in (1, 4, 16, 64, V)
+    ]
+    assert 0 < found[0] < found[1] < found[2] < found[3] < found[4]
+    assert found[4] == pytest.approx(full, rel=1e-5)  # log-probabilities are kept in float32
+
+
+def test_a_teacher_whose_top_holds_everything_is_finite():
+    h, w, labels, t = inputs(torch.float32)
+    sharp = top_targets(1e4 * t.hidden_ND, t.head_VD, 3)  # nothing is left for the bucket
+    result = head_loss(h, w, labels, sharp, ObjectiveConfig(), float(N))
+    result.loss.backward()
+    assert result.kl_sum.isfinite()
+    assert h.grad.isfinite().all()
+    assert w.grad.isfinite().all()
+    with pytest.raises(UserError, match="tau=1 only"):
+        head_loss(h, w, labels, sharp, ObjectiveConfig(tau=2.0), 1.0)

@@ -33,9 +33,8 @@ def contents(root):
     result = {}
     for folder in sorted((root / "nodes").iterdir()):
         checkpoint = latest_checkpoint(folder / "checkpoints")
-        records = [
-            {k: v for k, v in r.items() if k != "tokens_per_second"} for r in read_metrics(folder / "metrics.jsonl")
-        ]
+        timed = ("tokens_per_second", "data_wait")
+        records = [{k: v for k, v in r.items() if k not in timed} for r in read_metrics(folder / "metrics.jsonl")]
         evals = {p.name: dict(np.load(p)) for p in sorted((folder / "eval").iterdir())}
         result[folder.name] = (checkpoint.weights(), checkpoint.optimizer(), records, evals)
     return result
@@ -224,7 +223,8 @@ def test_config_round_trip_and_overrides():
         ({"seeds": "0"}, "seeds=0"),
         ({"arms": "pre-gro"}, "did you mean 'pre-grow'"),
         ({"arms": ""}, "arms is empty"),
-        ({"teacher.targets": "frozen"}, "cache, live"),
+        ({"teacher.targets": "frozen"}, "auto, hidden, live, topk"),
+        ({"teacher.targets": "topk", "objective.tau": "2"}, "needs exact targets"),
         ({"teacher.dtype": "float64"}, "dtype 'float64' is not one of"),
         ({"train.steps_per_phase": "50"}, "warmup_steps=100 must be less than"),
         ({"data.shard_documents": "0"}, "shard_documents=0"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+
 import numpy as np
 import pytest
 import torch
@@ -13,7 +15,7 @@ from depthgrow.data.batches import Batches, pack
 from depthgrow.data.tokens import DataConfig, prepare_tokens
 from depthgrow.files import UserError
 from depthgrow.runtime import Stopped
-from depthgrow.teacher.cache import open_cache
+from depthgrow.teacher.cache import Rows, open_cache, pick_live
 from depthgrow.teacher.live import LiveTeacher
 from depthgrow.teacher.sources import resolve_teacher
 
@@ -60,10 +62,10 @@ def test_initial_tensors_are_copies(teacher):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_is_read_is_what_the_teacher_wrote(shared, tokens, tmp_path, never, dtype):
     teacher = LiveTeacher.load(shared.teacher, dtype, CPU)
-    cache = open_cache(tmp_path, teacher, tokens.train, dtype, 100)
-    cache.fill(teacher, never, lambda done, total: None)
+    cache = open_cache(tmp_path, Rows(teacher, dtype), tokens.train, 100)
+    cache.fill(never, lambda done, total: None)
     batches = Batches(tokens.train, shard_documents=40, batch_documents=7, micro_tokens=100, seed=3)
-    again = open_cache(tmp_path, teacher, tokens.train, dtype, 100)
+    again = open_cache(tmp_path, Rows(teacher, dtype), tokens.train, 100)
     assert not again.missing
     for step in range(12):  # two passes, wrapping mid-batch
         for micro in batches.global_batch(DataPosition(0, step)):
@@ -80,50 +82,52 @@ def test_what_is_read_is_what_the_teacher_wrote(shared, tokens, tmp_path, never,
 
 def test_filling_stops_and_goes_on(teacher, tokens, tmp_path, never):
     with pytest.raises(Stopped):
-        open_cache(tmp_path, teacher, tokens.train, torch.float32, 100).fill(
-            teacher, StopAt(2), lambda done, total: None, workers=2
+        open_cache(tmp_path, Rows(teacher, torch.float32), tokens.train, 100).fill(
+            StopAt(2), lambda done, total: None, workers=2
         )
-    half = open_cache(tmp_path, teacher, tokens.train, torch.float32, 100)
+    half = open_cache(tmp_path, Rows(teacher, torch.float32), tokens.train, 100)
     assert 0 < len(half.missing) < 40
     reports = []
-    half.fill(teacher, never, lambda done, total: reports.append((done, total)))
+    half.fill(never, lambda done, total: reports.append((done, total)))
     assert reports[-1] == (40, 40)
-    fresh = open_cache(tmp_path / "other", teacher, tokens.train, torch.float32, 100)
-    fresh.fill(teacher, never, lambda done, total: None)
-    np.testing.assert_allclose(half.hidden, fresh.hidden, rtol=1e-5, atol=1e-5)
-    both = open_cache(tmp_path / "workers", teacher, tokens.train, torch.float32, 100)
-    both.fill(teacher, never, lambda done, total: None, workers=3)
-    assert np.array_equal(both.hidden, fresh.hidden)
+    fresh = open_cache(tmp_path / "other", Rows(teacher, torch.float32), tokens.train, 100)
+    fresh.fill(never, lambda done, total: None)
+    np.testing.assert_allclose(half.rows, fresh.rows, rtol=1e-5, atol=1e-5)
+    both = open_cache(tmp_path / "workers", Rows(teacher, torch.float32), tokens.train, 100)
+    both.fill(never, lambda done, total: None, workers=3)
+    assert np.array_equal(both.rows, fresh.rows)
 
 
 def test_one_flipped_byte_is_named(teacher, tokens, tmp_path, never):
-    cache = open_cache(tmp_path, teacher, tokens.train, torch.float32, 100)
-    cache.fill(teacher, never, lambda done, total: None)
-    path = cache.folder / "hidden.npy"
+    cache = open_cache(tmp_path, Rows(teacher, torch.float32), tokens.train, 100)
+    cache.fill(never, lambda done, total: None)
+    path = cache.folder / "rows.npy"
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
     path.write_bytes(data)
-    damaged = open_cache(tmp_path, teacher, tokens.train, torch.float32, 100)
-    with pytest.raises(UserError, match=r"hidden\.npy is damaged at document"):
+    damaged = open_cache(tmp_path, Rows(teacher, torch.float32), tokens.train, 100)
+    with pytest.raises(UserError, match=r"rows\.npy is damaged at document"):
         damaged.targets(pack(tokens.train, list(range(40))))
     path.write_bytes(data[:-500])
     with pytest.raises(UserError, match="cannot be read"):
-        open_cache(tmp_path, teacher, tokens.train, torch.float32, 100)
+        open_cache(tmp_path, Rows(teacher, torch.float32), tokens.train, 100)
 
 
 def test_other_teacher_other_documents_other_cache(teacher, tokens, shared, tmp_path):
-    one = open_cache(tmp_path, teacher, tokens.train, torch.float32, 100)
-    assert open_cache(tmp_path, teacher, tokens.held_out, torch.float32, 100).folder != one.folder
-    assert open_cache(tmp_path, teacher, tokens.train, torch.bfloat16, 100).folder != one.folder
+    one = open_cache(tmp_path, Rows(teacher, torch.float32), tokens.train, 100)
+    assert open_cache(tmp_path, Rows(teacher, torch.float32), tokens.held_out, 100).folder != one.folder
+    assert open_cache(tmp_path, Rows(teacher, torch.bfloat16), tokens.train, 100).folder != one.folder
     with torch.no_grad():
         teacher.model.model.norm.weight[0] += 1
     teacher.model.save_pretrained(tmp_path / "changed")
     shared.tokenizer.save_pretrained(tmp_path / "changed")
     changed = LiveTeacher.load(tmp_path / "changed", torch.float32, CPU)
-    assert open_cache(tmp_path, changed, tokens.train, torch.float32, 100).folder != one.folder
+    assert open_cache(tmp_path, Rows(changed, torch.float32), tokens.train, 100).folder != one.folder
     (one.folder / "info.json").write_text("{}")
     with pytest.raises(UserError, match="belongs to another"):
-        open_cache(tmp_path, LiveTeacher.load(shared.teacher, torch.float32, CPU), tokens.train, torch.float32, 100)
+        open_cache(
+            tmp_path, Rows(LiveTeacher.load(shared.teacher, torch.float32, CPU), torch.float32), tokens.train, 100
+        )
 
 
 def test_tokenizer_that_does_not_fit_is_refused(shared, tmp_path):
@@ -199,3 +203,24 @@ def test_a_model_with_code_of_its_own_is_refused(shared, tmp_path):
     path.write_text(json.dumps(json.loads(path.read_text()) | {"auto_map": {"AutoModelForCausalLM": "m.M"}}))
     with pytest.raises(UserError, match="never run"):
         LiveTeacher.load(tmp_path / "t", torch.float32, CPU)
+
+
+def test_top_rows_are_the_teachers_most_probable_tokens(teacher, tokens, tmp_path, never):
+    cache = open_cache(tmp_path, Rows(teacher, torch.float32, top=5), tokens.train, 100)
+    cache.fill(never, lambda done, total: None)
+    assert cache.folder != open_cache(tmp_path, Rows(teacher, torch.float32), tokens.train, 100).folder
+    batch = pack(tokens.train, [3, 30])
+    read = open_cache(tmp_path, Rows(teacher, torch.float32, top=5), tokens.train, 100).targets(batch)
+    log_q = (teacher.hidden(batch.ids_N, batch.lengths) @ teacher.head_VD.T).log_softmax(1)
+    best = log_q.topk(5, dim=1)
+    torch.testing.assert_close(read.log_q_Nk, best.values, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(log_q.gather(1, read.id_Nk.long()), best.values, rtol=1e-5, atol=1e-5)
+    assert cache.rows.nbytes == 5 * 8 * len(cache.rows)
+
+
+def test_the_cache_is_left_out_only_where_half_the_disk_does_not_hold_it(tmp_path):
+    free = shutil.disk_usage(tmp_path).free
+    assert pick_live(1000, tmp_path)[0] is False
+    live, reason = pick_live(2 * free, tmp_path)
+    assert live
+    assert "topk" in reason

@@ -54,6 +54,22 @@ class TeacherTargets:
 
 
 @dataclass(frozen=True)
+class TopTargets:
+    """The teacher's k most probable tokens for each of N, and by omission one bucket with the rest of its probability.
+
+    KL is then taken between distributions over k + 1 outcomes, the student's rest being one bucket too:
+
+        sum_{i in top} q_i log(q_i / p_i) + q_rest log(q_rest / p_rest)   >= 0 and <= the full KL
+
+    whose gradient is that of the full KL to a teacher who spreads q_rest as the student does: p - q, with
+    q_v = q_rest p_v / p_rest outside the top.
+    """
+
+    id_Nk: Tensor
+    log_q_Nk: Tensor
+
+
+@dataclass(frozen=True)
 class TokenValues:
     """Per-token values in nats; without a teacher ``kl`` and ``teacher_entropy`` are None. Both are taken at tau = 1."""
 
@@ -100,6 +116,24 @@ def _kl(q_nV: Tensor, zt_nV: Tensor, log_sum_t_n: Tensor, z_nV: Tensor, log_sum_
 
 
 @torch.no_grad()
+def top_targets(hidden_ND: Tensor, head_VD: Tensor, top: int) -> TopTargets:
+    """The ``top`` most probable tokens of every row (all, if the vocabulary is smaller)."""
+    log_q_Nk, id_Nk = _logits(hidden_ND, head_VD).log_softmax(1).topk(min(top, len(head_VD)), dim=1)
+    return TopTargets(id_Nk.int(), log_q_Nk.float())
+
+
+def _top(targets: TopTargets, part: slice, z_nV: Tensor, p_nV: Tensor, log_sum_n: Tensor) -> tuple[Tensor, Tensor]:
+    """The completed teacher distribution q_nV and the bucketed KL of every token (see `TopTargets`)."""
+    id_nk, log_q_nk = targets.id_Nk[part].long(), targets.log_q_Nk[part].to(z_nV.dtype)
+    q_nk = log_q_nk.exp()
+    log_p_nk = z_nV.gather(1, id_nk) - log_sum_n.unsqueeze(1)
+    q_nV = p_nV.scatter(1, id_nk, 0.0)
+    rest_q_n, rest_p_n = (1 - q_nk.sum(1)).clamp_min(0), q_nV.sum(1).clamp_min(torch.finfo(p_nV.dtype).tiny)
+    kl_n = torch.linalg.vecdot(q_nk, log_q_nk - log_p_nk) + torch.xlogy(rest_q_n, rest_q_n / rest_p_n)
+    return q_nV.mul_((rest_q_n / rest_p_n).unsqueeze(1)).scatter_(1, id_nk, q_nk), kl_n
+
+
+@torch.no_grad()
 def token_values(h_ND: Tensor, head_VD: Tensor, label_N: Tensor, targets: TeacherTargets | None) -> TokenValues:
     """CE, KL to the teacher and teacher entropy of every token, in nats; nothing is differentiated."""
     wide = torch.float64 if h_ND.dtype == torch.float64 else torch.float32
@@ -125,7 +159,7 @@ class _HeadLoss(torch.autograd.Function):
         h_ND: Tensor,
         head_VD: Tensor,
         label_N: Tensor,
-        targets: TeacherTargets | None,
+        targets: TeacherTargets | TopTargets | None,
         objective: ObjectiveConfig,
         denominator: float,
     ) -> tuple[Tensor, Tensor]:
@@ -143,6 +177,11 @@ class _HeadLoss(torch.autograd.Function):
             sums[0] += gamma * ce_sum
             if targets is None:
                 grad_nV.mul_(gamma / denominator)
+            elif isinstance(targets, TopTargets):
+                q_nV, kl_n = _top(targets, part, z_nV, grad_nV, log_sum_n)
+                grad_nV.mul_((alpha + gamma) / denominator).sub_(q_nV, alpha=alpha / denominator)
+                sums[2] += kl_n.sum()
+                sums[0] += alpha * kl_n.sum()
             else:
                 zt_nV = _logits(targets.hidden_ND[part], targets.head_VD)
                 if tau == 1.0:
@@ -191,7 +230,7 @@ def head_loss(
     h_ND: Tensor,
     head_VD: Tensor,
     label_N: Tensor,
-    targets: TeacherTargets | None,
+    targets: TeacherTargets | TopTargets | None,
     objective: ObjectiveConfig,
     denominator: float,
 ) -> HeadLoss:
@@ -203,9 +242,11 @@ def head_loss(
         denominator: number of target tokens in the global batch, whatever part of it these N are.
 
     Raises:
-        UserError: teacher and student heads disagree on the vocabulary.
+        UserError: teacher and student heads disagree on the vocabulary; top targets with a temperature.
     """
-    if targets is not None and len(targets.head_VD) != len(head_VD):
+    if isinstance(targets, TopTargets) and objective.tau != 1.0:
+        raise UserError(f"objective.tau={objective.tau}: the most probable tokens are kept for tau=1 only")
+    if isinstance(targets, TeacherTargets) and len(targets.head_VD) != len(head_VD):
         raise UserError(
             f"teacher head has {len(targets.head_VD)} rows, student head {len(head_VD)}: not one vocabulary"
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -17,6 +18,7 @@ from depthgrow.files import UserError, cache_root
 from depthgrow.ledger import Flops
 from depthgrow.runtime import torch_dtype
 from depthgrow.study import Facts, Study, parse_arm, plan_tree
+from depthgrow.teacher.cache import pick_live, row_bytes
 from depthgrow.teacher.sources import resolve_teacher
 from depthgrow.trainer import step_work
 
@@ -133,7 +135,7 @@ def make_plan(study: Study) -> dict[str, Any]:
     arch = architecture_of(study.teacher.source)
     mean_tokens = min(MEAN_TOKENS.get(study.name, 170.0), study.data.max_tokens)
     tree = plan_tree(study, Facts(study.teacher.source, tuple(map(str, range(study.num_shards()))), "held-out", "any"))
-    size = torch_dtype(study.teacher.dtype).itemsize * arch.hidden_size
+    dtype = torch_dtype(study.teacher.dtype)
     documents = study.shard_documents * study.num_shards() + study.data.held_out_documents
     return {
         "study": study.name,
@@ -154,7 +156,10 @@ def make_plan(study: Study) -> dict[str, Any]:
         ],
         "phases_named": sum(len(n.users) for n in tree.nodes.values()),
         "memory_bytes": memory(study, arch),
-        "teacher_cache_bytes": round(documents * mean_tokens * size),
+        "teacher_cache_bytes": {
+            name: round(documents * mean_tokens * row_bytes(arch.hidden_size, dtype, top))
+            for name, top in (("hidden", 0), ("topk", study.teacher.top))
+        },
         "fields": dict(fields_of(study)),
     }
 
@@ -202,10 +207,14 @@ def plan(study: Study, *, as_json: bool) -> int:
     bytes_ = content["memory_bytes"]
     parts = ", ".join(f"{k.replace('_', ' ')} {v / 2**30:.2f} GiB" for k, v in bytes_.items())
     console.print(f"memory (without activations): {parts}")
-    free = shutil.disk_usage(_existing(cache_root())).free
-    cached = "" if study.teacher.targets == "cache" else ", not used: --teacher.targets is live"
+    root = _existing(Path(study.teacher.cache_dir) if study.teacher.cache_dir else cache_root())
+    hidden, top = (content["teacher_cache_bytes"][name] for name in ("hidden", "topk"))
+    picked = study.teacher.targets
+    if picked == "auto":
+        picked = f"auto: {'live' if pick_live(hidden, root)[0] else 'hidden'}"
     console.print(
-        f"disk: teacher cache {content['teacher_cache_bytes'] / 2**30:.2f} GiB{cached}; free {free / 2**30:.0f} GiB"
+        f"teacher targets: {picked}; on disk hidden states take {hidden / 2**30:.2f} GiB, the top {study.teacher.top} "
+        f"{top / 2**30:.2f} GiB, live none; free {shutil.disk_usage(root).free / 2**30:.0f} GiB"
     )
     console.print("options:")
     for name, value in content["fields"].items():

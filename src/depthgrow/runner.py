@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +23,13 @@ from depthgrow.data.batches import Batches, MicroBatch
 from depthgrow.data.tokens import TokenSet, prepare_tokens
 from depthgrow.evaluate import Evaluation, evaluate
 from depthgrow.files import UserError, cache_root, read_json, write_json
-from depthgrow.head_loss import TeacherTargets
+from depthgrow.head_loss import TeacherTargets, TopTargets
 from depthgrow.ledger import Flops
 from depthgrow.metrics import event_writer
 from depthgrow.parallel import on_first, on_first_held, sharded
 from depthgrow.runtime import Stop, Stopped, num_cores, pick_device, torch_dtype
 from depthgrow.study import Facts, Node, Study, Tree, Workspace, plan_tree
-from depthgrow.teacher.cache import TargetCache, open_cache
+from depthgrow.teacher.cache import Rows, TargetCache, cache_folder, open_cache, pick_live, row_bytes
 from depthgrow.teacher.live import LiveTeacher
 from depthgrow.teacher.sources import resolve_teacher
 from depthgrow.trainer import Listener, Materials, Paths, Work, run_phase
@@ -53,18 +53,18 @@ class Prepared:
         names = ["held-out documents", *(f"shard {i}" for i in range(len(self.shards)))]
         for name, cache in zip(names, [self.held_out, *self.shards], strict=True):
             if cache.missing:
-                listener.note(f"teacher targets of the {name}: {cache.hidden.nbytes / 2**20:.0f} MiB in {cache.folder}")
+                listener.note(f"teacher targets of the {name}: {cache.rows.nbytes / 2**20:.0f} MiB in {cache.folder}")
 
                 def progress(done: int, total: int, name: str = name) -> None:
                     listener.progress(f"teacher targets, {name}", done, total, {})
 
                 workers = _cores(study, self.device)
-                cache.fill(self.teacher, stop, progress, workers=workers)
+                cache.fill(stop, progress, workers=workers)
 
     def materials(self, study: Study, seed: int) -> Materials:
         size, shards = study.shard_documents, self.shards
 
-        def train_targets(batch: MicroBatch) -> TeacherTargets:
+        def train_targets(batch: MicroBatch) -> TeacherTargets | TopTargets:
             if shards is None:
                 return self.teacher.targets(batch)
             return shards[batch.document_ids[0] // size if batch.document_ids else 0].targets(batch)
@@ -83,11 +83,15 @@ class Prepared:
             batches=batches,
             held_out=self.tokens.held_out,
             train_targets=train_targets,
+            read_ahead=shards is not None,
             held_out_targets=self.held_out_targets,
         )
 
     def held_out_targets(self, batch: MicroBatch) -> TeacherTargets:
-        return self.teacher.targets(batch) if self.held_out is None else self.held_out.targets(batch)
+        """Always exact, whatever the training targets are."""
+        targets = self.teacher.targets(batch) if self.held_out is None else self.held_out.targets(batch)
+        assert isinstance(targets, TeacherTargets)
+        return targets
 
     def evaluate_teacher(self, study: Study) -> Evaluation:
         """The teacher's own CE on the held-out documents."""
@@ -131,12 +135,18 @@ def prepare(study: Study, listener: Listener) -> Prepared:
         held_out=tokens.held_out.content_hash,
         device=device.type,
     )
-    if study.teacher.targets == "live":
-        return Prepared(teacher, tokens, None, None, facts, device)
     root = Path(study.teacher.cache_dir) if study.teacher.cache_dir else cache_root()
-    micro = study.train.micro_tokens
-    shards = [open_cache(root, teacher, part, dtype, micro, first=i * size) for i, part in enumerate(parts)]
-    held_out = open_cache(root, teacher, tokens.held_out, dtype, micro)
+    exact, micro = Rows(teacher, dtype), study.train.micro_tokens
+    coding = replace(exact, top=study.teacher.kept)
+    if study.teacher.targets == "auto":
+        missing = [part for part in (*parts, tokens.held_out) if not cache_folder(root, exact, part, micro).exists()]
+        needed = sum(int(part.num_targets.sum()) for part in missing) * row_bytes(teacher.arch.hidden_size, dtype)
+        live, reason = on_first(lambda: pick_live(needed, root))
+        listener.note(reason)
+    if study.teacher.targets == "live" or (study.teacher.targets == "auto" and live):
+        return Prepared(teacher, tokens, None, None, facts, device)
+    shards = [open_cache(root, coding, part, micro, first=i * size) for i, part in enumerate(parts)]
+    held_out = open_cache(root, exact, tokens.held_out, micro)
     return Prepared(teacher, tokens, shards, held_out, facts, device)
 
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from depthgrow.architecture import Architecture
 from depthgrow.files import UserError, unknown
-from depthgrow.head_loss import HeadLoss, ObjectiveConfig, TeacherTargets, head_loss
+from depthgrow.head_loss import HeadLoss, ObjectiveConfig, TeacherTargets, TopTargets, head_loss
 from depthgrow.interventions import INTERVENTIONS
 from depthgrow.runtime import keyed_generator
 
@@ -164,7 +164,7 @@ class Head(nn.Linear):
         self,
         h_ND: Tensor,
         label_N: Tensor,
-        targets: TeacherTargets | None,
+        targets: TeacherTargets | TopTargets | None,
         objective: ObjectiveConfig,
         denominator: float,
     ) -> HeadLoss:

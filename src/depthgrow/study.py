@@ -12,6 +12,7 @@ import json
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from depthgrow.config import fields_of, fingerprint, from_dict, to_dict
 from depthgrow.curriculum import CURRICULA, Phase, canonical, data_start, schedule_position
@@ -24,22 +25,34 @@ from depthgrow.runtime import torch_dtype
 from depthgrow.student import PLACEMENTS, StudentConfig
 from depthgrow.trainer import PhaseRun, TrainConfig
 
+TARGETS = ("auto", "hidden", "topk", "live")
+
 
 @dataclass(frozen=True, kw_only=True)
 class TeacherConfig:
     """source: 'laptop' (ships with the package), 'smollm2' (see `depthgrow prepare`), a local folder or a hub name;
-    dtype: what it computes and what the cache keeps; targets: 'cache' (every document once, kept on disk) or 'live' (at
-    every step anew, no disk); cache_dir: where cached targets lie (None: the user's cache folder)."""
+    dtype: what it computes and what the cache keeps; targets: 'hidden' (every document once, its hidden states kept on
+    disk: exact), 'topk' (the ``top`` most probable tokens kept: smaller where the hidden size is large, not exact), 'live'
+    (at every step anew, no disk) or 'auto' (hidden where half the free disk holds it, else live); cache_dir: where cached
+    targets lie (None: the user's cache folder)."""
 
     source: str = "laptop"
     dtype: str = "float32"
-    targets: str = "cache"
+    targets: str = "auto"
+    top: int = 64
     cache_dir: str | None = None
 
     def __post_init__(self) -> None:
         torch_dtype(self.dtype)
-        if self.targets not in ("cache", "live"):
-            raise UserError(f"teacher.targets={self.targets!r} is not one of cache, live")
+        if self.targets not in TARGETS:
+            raise unknown("teacher.targets", self.targets, TARGETS)
+        if self.top < 1:
+            raise UserError(f"teacher.top={self.top} must be at least 1")
+
+    @property
+    def kept(self) -> int:
+        """Most probable tokens that the training targets are cut to; 0 where they are exact."""
+        return self.top if self.targets == "topk" else 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,6 +91,8 @@ class Study:
                 raise UserError(
                     f"optim.warmup_steps={warmup} would outlast a phase of {arm} ({shortest} steps); lower it"
                 )
+        if self.teacher.kept and self.objective.tau != 1.0:
+            raise UserError(f"objective.tau={self.objective.tau} needs exact targets: --teacher.targets hidden or live")
         if self.shard_documents < self.train.batch_documents:
             raise UserError(
                 f"data.shard_documents={self.shard_documents} is less than train.batch_documents="
@@ -193,7 +208,7 @@ def _phase_run(study: Study, facts: Facts, arm: str, seed: int, phases: list[Pha
     schedule = schedule_position(phases, index)
     train = study.train
     init_seed = seed + REINIT if named.reinit else seed
-    identity = {
+    identity: dict[str, Any] = {
         "format": 2,
         "placement": named.placement,
         "intervention": intervention,
@@ -216,6 +231,8 @@ def _phase_run(study: Study, facts: Facts, arm: str, seed: int, phases: list[Pha
         "phases": [asdict(phase) for phase in prefix],
         "schedule": list(schedule),
     }
+    if study.teacher.kept:
+        identity["teacher_top"] = study.teacher.kept
     label = f"{arm} phase {index + 1}/{len(phases)}" + (f" seed {seed}" if study.seeds > 1 else "")
     return PhaseRun(
         label=label,

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -24,7 +25,7 @@ from depthgrow.data.tokens import TokenizedDocuments
 from depthgrow.diagnostics import diagnose
 from depthgrow.evaluate import Evaluation, Targets, evaluate
 from depthgrow.files import UserError, write_json
-from depthgrow.head_loss import ObjectiveConfig
+from depthgrow.head_loss import ObjectiveConfig, TeacherTargets, TopTargets
 from depthgrow.ledger import Flops, causal_pairs
 from depthgrow.metrics import MetricsLog, read_metrics
 from depthgrow.optim import NamedAdamW, OptimConfig, learning_rate
@@ -83,8 +84,11 @@ class Materials:
     classes: TokenClasses
     batches: Batches
     held_out: TokenizedDocuments
-    train_targets: Targets | None
+    train_targets: Callable[[MicroBatch], TeacherTargets | TopTargets] | None
     held_out_targets: Targets | None
+    read_ahead: bool = (
+        False  # whether training targets are read from files, so that a step's can be read during another
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -214,10 +218,13 @@ def run_phase(
         Stopped: a signal came; a checkpoint of the last finished step has been written.
     """
     loop = _Loop(run, materials, folder, parent, listener)
-    for step in range(loop.done, run.phase.steps):
-        loop.step(step)
-        loop.keep_up(stop)
-    loop.finish()
+    try:
+        for step in range(loop.done, run.phase.steps):
+            loop.step(step)
+            loop.keep_up(stop)
+        loop.finish()
+    finally:
+        loop.close()
 
 
 class _Loop:
@@ -267,11 +274,30 @@ class _Loop:
         self._work = step_work(run.phase, run.placement, run.student.layers_per_block)
         self._pending: list[dict[str, Any]] = []
         self._clock = time.perf_counter()
-        self._since = self._clock
+        self._since, self._waited = self._clock, 0.0
+        self._reader = ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(self.train.threads,))
+        self._next: Future[list[tuple[MicroBatch, TeacherTargets | TopTargets | None]]] | None = None
 
     def _record(self, name: str, value: Any) -> None:
         if first():
             write_json(self.folder / name, value)
+
+    def _read(self, step: int) -> list[tuple[MicroBatch, TeacherTargets | TopTargets | None]]:
+        """This rank's micro-batches of a step, with the teacher's targets."""
+        position, targets = DataPosition(self._start.shard, self._start.batch + step), self.materials.train_targets
+        batches = self.materials.batches.global_batch(position, rank(), world())
+        return [(batch, targets and targets(batch)) for batch in (b.to(self.device) for b in batches)]
+
+    def _fetch(self, step: int) -> list[tuple[MicroBatch, TeacherTargets | TopTargets | None]]:
+        """The same, read from files while the step before was computed."""
+        if not self.materials.read_ahead:
+            return self._read(step)
+        asked = time.perf_counter()
+        self._next = self._next or self._reader.submit(self._read, step)
+        found = self._next.result()
+        self._next = self._reader.submit(self._read, step + 1) if step + 1 < self.run.phase.steps else None
+        self._waited += time.perf_counter() - asked
+        return found
 
     def step(self, step: int) -> None:
         """One optimizer step on one global batch. Nothing here waits for the device."""
@@ -280,9 +306,7 @@ class _Loop:
         tokens, pairs = sum(lengths), causal_pairs(lengths)
         distilled = self.materials.train_targets is not None
         sums: list[Tensor] = []
-        for micro in self.materials.batches.global_batch(position, rank(), world()):
-            batch = micro.to(self.device)
-            targets = None if self.materials.train_targets is None else self.materials.train_targets(batch)
+        for batch, targets in self._fetch(step):
             with compute_dtype(self.train, self.device):
                 h_ND = self.student(batch.ids_N, batch.lengths)
             result = self.student.lm_head(narrow(h_ND, self.train), batch.label_N, targets, run.objective, tokens)
@@ -326,7 +350,8 @@ class _Loop:
             record[name] = value
         now, tokens = time.perf_counter(), sum(record["tokens"] for record in pending)
         pending[-1]["tokens_per_second"] = round(tokens / (now - self._since), 1)
-        self._since = now
+        pending[-1]["data_wait"] = round(self._waited / (now - self._since), 5)
+        self._since, self._waited = now, 0.0
         self.log.append(pending)
         self.listener.progress(self.run.label, pending[-1]["step"], self.run.phase.steps, pending[-1])
         pending.clear()
@@ -384,8 +409,11 @@ class _Loop:
                 "parameters": parameter_counts(student),
             },
         )
-        self.log.close()
         self.listener.note(f"{self.run.label} done: held-out ce {last['ce']:.4f} after {self.counted['seconds']:.0f} s")
+
+    def close(self) -> None:
+        self._reader.shutdown(cancel_futures=True)
+        self.log.close()
 
 
 def consumed_documents(phases: Sequence[Phase], batches: Batches) -> set[int]:

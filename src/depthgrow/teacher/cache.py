@@ -1,6 +1,6 @@
 """Teacher targets on disk: written once per (teacher, documents), read by every arm, exact to the byte.
 
-    CACHE/teacher/KEY/hidden.npy      [total targets, D], the dtype the teacher computed in, memory-mapped
+    CACHE/teacher/KEY/rows.npy        [total targets, width], memory-mapped: one row a target token (see `Rows`)
                       checksums.npy   [documents] CRC-32 of each document's rows; -1 where not written yet
                       info.json       what the key was made of; written last
 
@@ -11,6 +11,7 @@ the rows against their checksum; the documents themselves are fixed by the conte
 from __future__ import annotations
 
 import os
+import shutil
 import zlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -27,16 +28,55 @@ from depthgrow.config import fingerprint
 from depthgrow.data.batches import MicroBatch, group_by_length, pack
 from depthgrow.data.tokens import TokenizedDocuments
 from depthgrow.files import UserError, locked, read_json, require_space, write_json
-from depthgrow.head_loss import TeacherTargets
+from depthgrow.head_loss import TeacherTargets, TopTargets, top_targets
 from depthgrow.parallel import any_rank, first, max_ranks, on_first_held, rank, world
 from depthgrow.runtime import Stop, Stopped
 from depthgrow.teacher.live import LiveTeacher
 
+TOP_CHUNK = 512  # tokens whose logits are formed at a time when the most probable are kept
 SAVE_EVERY = 32  # rounds of the workers between two saves of the checksums while filling
 
 
 def _crc(rows_ND: NDArray[Any]) -> int:
     return zlib.crc32(np.ascontiguousarray(rows_ND).view(np.uint8).reshape(-1).data)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """What is kept of a teacher for one target token: its final hidden state in ``dtype`` (``top`` 0: exact), or its
+    ``top`` most probable tokens with their log-probabilities (int32 and float32)."""
+
+    teacher: LiveTeacher
+    dtype: torch.dtype
+    top: int = 0
+
+    @property
+    def width(self) -> int:
+        arch = self.teacher.arch
+        return min(self.top, arch.vocab_size) if self.top else arch.hidden_size
+
+    @property
+    def numpy_dtype(self) -> np.dtype[Any]:
+        if self.top:
+            return np.dtype([("id", np.int32), ("log_q", np.float32)])
+        return np.dtype(np.uint16 if self.dtype == torch.bfloat16 else str(self.dtype).removeprefix("torch."))
+
+    def encode(self, hidden_ND: Tensor) -> NDArray[Any]:
+        if not self.top:
+            return _to_numpy(hidden_ND)
+        values = [top_targets(part, self.teacher.head_VD, self.top) for part in hidden_ND.split(TOP_CHUNK)]
+        rows = np.empty((len(hidden_ND), self.top), self.numpy_dtype)
+        if values:
+            rows["id"] = torch.cat([v.id_Nk for v in values]).cpu().numpy()
+            rows["log_q"] = torch.cat([v.log_q_Nk for v in values]).cpu().numpy()
+        return rows
+
+    def decode(self, rows: NDArray[Any]) -> TeacherTargets | TopTargets:
+        device = self.teacher.head_VD.device
+        if not self.top:
+            return TeacherTargets(_to_torch(rows).to(device), self.teacher.head_VD)
+        fields = (torch.from_numpy(np.ascontiguousarray(rows[name])).to(device) for name in ("id", "log_q"))
+        return TopTargets(*fields)
 
 
 @dataclass
@@ -48,8 +88,8 @@ class TargetCache:
 
     folder: Path
     documents: TokenizedDocuments
-    head_VD: Tensor
-    hidden: Any
+    coding: Rows
+    rows: Any
     checksums: NDArray[np.int64]
     starts: NDArray[np.int64]
     micro_tokens: int
@@ -61,7 +101,6 @@ class TargetCache:
 
     def fill(
         self,
-        teacher: LiveTeacher,
         stop: Stop,
         progress: Callable[[int, int], None],
         *,
@@ -78,12 +117,14 @@ class TargetCache:
         """
         with on_first_held(lambda: locked(self.folder.with_suffix(".lock"))):
             self.checksums = np.load(self.folder / "checksums.npy", allow_pickle=False)
-            self._fill(teacher, stop, progress, workers)
+            self._fill(stop, progress, workers)
 
-    def _fill(self, teacher: LiveTeacher, stop: Stop, progress: Callable[[int, int], None], workers: int) -> None:
+    def _fill(self, stop: Stop, progress: Callable[[int, int], None], workers: int) -> None:
+        teacher = self.coding.teacher
+
         def compute(group: list[int]) -> tuple[list[int], NDArray[Any]]:
             batch = pack(self.documents, group).to(teacher.model.device)
-            return group, _to_numpy(teacher.hidden(batch.ids_N, batch.lengths))
+            return group, self.coding.encode(teacher.hidden(batch.ids_N, batch.lengths))
 
         groups = list(group_by_length(self.documents, self.missing, self.micro_tokens))
         groups += [[]] * (-len(groups) % world())
@@ -108,12 +149,12 @@ class TargetCache:
         for index in group:
             length = int(self.starts[index + 1] - self.starts[index])
             rows = rows_ND[place : place + length]
-            self.hidden[self.starts[index] : self.starts[index + 1]] = rows
+            self.rows[self.starts[index] : self.starts[index + 1]] = rows
             self.checksums[index] = _crc(rows)
             place += length
 
     def _save(self) -> None:
-        self.hidden.flush()
+        self.rows.flush()
         self.checksums = max_ranks(torch.from_numpy(self.checksums)).numpy()  # -1 where no rank has been
         if not first():
             return
@@ -121,23 +162,23 @@ class TargetCache:
         np.save(scratch, self.checksums)
         scratch.replace(self.folder / "checksums.npy")
 
-    def targets(self, batch: MicroBatch) -> TeacherTargets:
+    def targets(self, batch: MicroBatch) -> TeacherTargets | TopTargets:
         """The targets of a micro-batch's documents, in its order.
 
         Raises:
             UserError: rows on disk are not what the teacher wrote.
         """
-        parts = [_to_torch(self.hidden[:0])]
+        parts = [self.rows[:0]]
         for document in batch.document_ids:
             index = document - self.first
-            rows = self.hidden[self.starts[index] : self.starts[index + 1]]
+            rows = self.rows[self.starts[index] : self.starts[index + 1]]
             if _crc(rows) != self.checksums[index]:
                 raise UserError(
-                    f"teacher cache {self.folder / 'hidden.npy'} is damaged at document {index} (checksum differs); "
+                    f"teacher cache {self.folder / 'rows.npy'} is damaged at document {index} (checksum differs); "
                     f"delete {self.folder} and run again"
                 )
-            parts.append(_to_torch(rows))
-        return TeacherTargets(torch.cat(parts).to(self.head_VD.device), self.head_VD)
+            parts.append(rows)
+        return self.coding.decode(np.concatenate(parts))  # a private copy: the map is memory of the page cache
 
 
 def _to_numpy(x: Tensor) -> NDArray[Any]:
@@ -146,68 +187,80 @@ def _to_numpy(x: Tensor) -> NDArray[Any]:
 
 
 def _to_torch(rows: NDArray[Any]) -> Tensor:
-    rows = np.array(rows)  # a private copy: the map is read-only memory of the page cache
     return torch.from_numpy(rows).view(torch.bfloat16) if rows.dtype == np.uint16 else torch.from_numpy(rows)
 
 
-def cache_size(documents: TokenizedDocuments, hidden_size: int, dtype: torch.dtype) -> int:
-    """Bytes that the targets of these documents take."""
-    return int(documents.num_targets.sum()) * hidden_size * dtype.itemsize
+def row_bytes(hidden_size: int, dtype: torch.dtype, top: int = 0) -> int:
+    """Bytes a target token takes in the cache."""
+    return 8 * top or hidden_size * dtype.itemsize
+
+
+def pick_live(num_bytes: int, root: Path) -> tuple[bool, str]:
+    """Whether a cache that still needs ``num_bytes`` is to be left out, and what to say about it."""
+    root.mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(root).free
+    sizes = f"{num_bytes / 2**30:.2f} GiB more of {free / 2**30:.0f} GiB free in {root}"
+    if num_bytes <= free / 2:
+        return False, f"teacher targets: hidden states, kept on disk ({sizes})"
+    return True, f"teacher targets: live at every step, since a cache would need {sizes}; or --teacher.targets topk"
 
 
 def open_cache(
-    root: Path,
-    teacher: LiveTeacher,
-    documents: TokenizedDocuments,
-    dtype: torch.dtype,
-    micro_tokens: int,
-    first: int = 0,
+    root: Path, coding: Rows, documents: TokenizedDocuments, micro_tokens: int, first: int = 0
 ) -> TargetCache:
-    """The cache of (teacher, documents, dtype) under ``root``: found, or made empty.
+    """The cache of (teacher, what is kept, documents) under ``root``: found, or made empty.
 
     Raises:
         UserError: no room on disk, or files that are not what their record says.
     """
-    identity = {
+    identity, folder = _identity(coding, documents, micro_tokens), cache_folder(root, coding, documents, micro_tokens)
+    with locked(folder.with_suffix(".lock")):
+        return _open(folder, identity, coding, documents, micro_tokens, first)
+
+
+def cache_folder(root: Path, coding: Rows, documents: TokenizedDocuments, micro_tokens: int) -> Path:
+    return root / "teacher" / fingerprint(_identity(coding, documents, micro_tokens))
+
+
+def _identity(coding: Rows, documents: TokenizedDocuments, micro_tokens: int) -> dict[str, Any]:
+    teacher = coding.teacher
+    return {
         "format": 1,
         "teacher": teacher.fingerprint,
         "documents": documents.content_hash,
-        "dtype": str(dtype),
+        "dtype": str(coding.dtype),
         "computed": [str(teacher.model.device.type), micro_tokens],  # other rectangles, other rounding
-        "shape": [int(documents.num_targets.sum()), teacher.arch.hidden_size],
+        "shape": [int(documents.num_targets.sum()), coding.width],
+        "top": coding.top,
     }
-    folder = root / "teacher" / fingerprint(identity)
-    with locked(folder.with_suffix(".lock")):
-        return _open(folder, identity, teacher, documents, dtype, micro_tokens, first)
 
 
 def _open(
     folder: Path,
     identity: dict[str, Any],
-    teacher: LiveTeacher,
+    coding: Rows,
     documents: TokenizedDocuments,
-    dtype: torch.dtype,
     micro_tokens: int,
     first: int,
 ) -> TargetCache:
-    hidden_path, checksum_path = folder / "hidden.npy", folder / "checksums.npy"
+    rows_path, checksum_path = folder / "rows.npy", folder / "checksums.npy"
     if not (folder / "info.json").exists():
-        require_space(folder, cache_size(documents, teacher.arch.hidden_size, dtype), "the teacher cache")
-        kind = np.dtype(np.uint16) if dtype == torch.bfloat16 else np.dtype(str(dtype).removeprefix("torch."))
-        np.lib.format.open_memmap(hidden_path, mode="w+", dtype=kind, shape=tuple(identity["shape"])).flush()
+        shape, dtype = tuple(identity["shape"]), coding.numpy_dtype
+        require_space(folder, shape[0] * shape[1] * dtype.itemsize, "the teacher cache")
+        np.lib.format.open_memmap(rows_path, mode="w+", dtype=dtype, shape=shape).flush()
         if hasattr(os, "posix_fallocate"):  # a sparse file would fail later, at a write through the map
-            with hidden_path.open("r+b") as stream:
-                os.posix_fallocate(stream.fileno(), 0, hidden_path.stat().st_size)
+            with rows_path.open("r+b") as stream:
+                os.posix_fallocate(stream.fileno(), 0, rows_path.stat().st_size)
         np.save(checksum_path, np.full(len(documents), -1, dtype=np.int64))
         write_json(folder / "info.json", identity)
     if read_json(folder / "info.json") != identity:
         raise UserError(f"teacher cache {folder} belongs to another teacher or corpus; delete it and run again")
     try:
         checksums = np.load(checksum_path, allow_pickle=False)
-        hidden = np.load(hidden_path, mmap_mode="r+" if (checksums < 0).any() else "r", allow_pickle=False)
+        rows = np.load(rows_path, mmap_mode="r+" if (checksums < 0).any() else "r", allow_pickle=False)
     except (OSError, ValueError) as error:
         raise UserError(f"teacher cache {folder} cannot be read ({error}); delete it and run again") from None
     starts = np.concatenate([[0], np.cumsum(documents.num_targets)])
-    if list(hidden.shape) != identity["shape"] or len(checksums) != len(documents):
+    if list(rows.shape) != identity["shape"] or len(checksums) != len(documents):
         raise UserError(f"teacher cache {folder} is truncated; delete it and run again")
-    return TargetCache(folder, documents, teacher.head_VD, hidden, checksums, starts, micro_tokens, first)
+    return TargetCache(folder, documents, coding, rows, checksums, starts, micro_tokens, first)
