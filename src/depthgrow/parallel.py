@@ -25,6 +25,8 @@ from torch.utils.checkpoint import checkpoint
 
 T = TypeVar("T")
 
+KEEP_GATHERED = 8 * 2**30  # bytes of a whole student in the dtype of its products
+
 
 def launched() -> bool:
     """Whether torchrun (or a launcher that sets the same variables) started this process."""
@@ -46,16 +48,17 @@ def joined(device: torch.device) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def sharded() -> bool:
-    return dist.is_available() and dist.is_initialized()
+def world() -> int:
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
 def rank() -> int:
     return dist.get_rank() if sharded() else 0
 
 
-def world() -> int:
-    return dist.get_world_size() if sharded() else 1
+def sharded() -> bool:
+    """Whether there are several ranks; one rank works as a process without torchrun does."""
+    return world() > 1
 
 
 def first() -> bool:
@@ -127,8 +130,10 @@ def spread(student: Any, device: torch.device, *, dtype: torch.dtype, recompute:
     mesh = init_device_mesh(device.type, (world(),))
     narrow = MixedPrecisionPolicy() if dtype == torch.float32 else MixedPrecisionPolicy(dtype, torch.float32)
     narrow = MixedPrecisionPolicy(narrow.param_dtype, narrow.reduce_dtype, cast_forward_inputs=False)
+    # small enough to stay gathered from the forward to the backward pass, which saves a second gathering
+    gathered = sum(p.numel() for p in student.parameters()) * dtype.itemsize
     for layer in student.layers:
-        fully_shard(layer, mesh=mesh, mp_policy=narrow)
+        fully_shard(layer, mesh=mesh, mp_policy=narrow, reshard_after_forward=gathered > KEEP_GATHERED)
     fully_shard(student.embed_tokens, mesh=mesh)
     fully_shard(student.lm_head, mesh=mesh, mp_policy=narrow)
     fully_shard(student, mesh=mesh)
