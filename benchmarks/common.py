@@ -10,6 +10,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +69,7 @@ def last_node(study: Study, prepared: Prepared) -> Node:
 
 
 def timed_phase(study: Study, prepared: Prepared, node: Node) -> dict[str, float]:
-    """Target tokens a second of the package's own loop after the warm-up, the first and the last loss, the share waited for data."""
+    """The package's own loop: target tokens a second after the warm-up, first and last loss, share of time waited for data."""
     with tempfile.TemporaryDirectory() as folder:
         materials = prepared.materials(study, node.run.seed)
         run_phase(node.run, materials, Path(folder), None, stop=Quiet(), listener=Quiet())
@@ -79,7 +80,7 @@ def timed_phase(study: Study, prepared: Prepared, node: Node) -> dict[str, float
 def rates(train: list[dict[str, Any]]) -> dict[str, float]:
     """The same from a phase's training records, logged every WARM steps."""
     ends = [i for i, record in enumerate(train) if "tokens_per_second" in record]
-    tokens = [sum(r["tokens"] for r in train[a + 1 : b + 1]) for a, b in zip(ends, ends[1:], strict=False)]
+    tokens = [sum(r["tokens"] for r in train[a + 1 : b + 1]) for a, b in pairwise(ends)]
     seconds = [n / train[b]["tokens_per_second"] for n, b in zip(tokens, ends[1:], strict=True)]
     waited = sum(train[b]["data_wait"] * s for b, s in zip(ends[1:], seconds, strict=True))
     return {

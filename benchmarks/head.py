@@ -1,11 +1,12 @@
-"""The fused head against the plain one: time, peak memory, error against float64.
+"""The fused head against the plain one, and Liger's where it is installed: time, peak memory, error against float64.
 
     python benchmarks/head.py [--tokens 2048] [--hidden 576] [--vocab 1024,49152,151936] [--repeats 3] [--out head.json]
 
 Both compute the same loss (0.7 KL + 0.3 CE, tau 1) and the same gradients of hidden states and head from the same float32
-inputs. ``plain`` is the loop as people write it: full student and teacher logits, ``kl_div`` and ``cross_entropy``. Each
-measurement is a process of its own; they alternate, and medians are shown. Memory is the peak resident size over that
-after the inputs were made. One thread unless OMP_NUM_THREADS says otherwise.
+inputs. ``plain`` is the loop as people write it: full student and teacher logits, ``kl_div`` and ``cross_entropy``;
+``liger`` is Liger's chunked loss, compiled as it comes. Each measurement is a process of its own; they alternate, and medians
+are shown. Memory is the peak resident size of a first call over that after the inputs were made, time is of a second call.
+One thread unless OMP_NUM_THREADS says otherwise.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def measure(kind: str, tokens: int, hidden: int, vocab: int, scratch: Path) -> dict[str, float]:
-    """One warm-up on a few tokens, then one timed loss with its backward pass; the gradients go into ``scratch``."""
+    """Loss with its backward pass, once for memory and once for time; the gradients go into ``scratch``."""
     import torch
     import torch.nn.functional as F
 
@@ -52,6 +53,12 @@ def measure(kind: str, tokens: int, hidden: int, vocab: int, scratch: Path) -> d
         kl = F.kl_div(student.log_softmax(-1), teacher, reduction="sum")
         return (0.7 * kl + 0.3 * F.cross_entropy(student, label_N[part], reduction="sum")) / tokens
 
+    def liger(part: slice) -> torch.Tensor:
+        from liger_kernel.chunked_loss import LigerFusedLinearJSDLoss
+
+        loss = LigerFusedLinearJSDLoss(weight_hard_loss=0.3, weight_soft_loss=0.7, beta=0.0)
+        return loss(h_ND[part], head_VD, teacher_ND[part], teacher_VD, label_N[part])
+
     if kind == "reference":  # float64, in pieces that fit
         loss = 0.0
         for start in range(0, tokens, 128):
@@ -60,14 +67,18 @@ def measure(kind: str, tokens: int, hidden: int, vocab: int, scratch: Path) -> d
             loss += piece.item()
         seconds = peak = 0.0
     else:
-        step = {"fused": fused, "plain": plain}[kind]
-        step(slice(0, 8)).backward()
-        h_ND.grad = head_VD.grad = None
+        step = {"fused": fused, "plain": plain, "liger": liger}[kind]
+        if kind == "liger":
+            step(slice(0, tokens)).backward()  # compiles, which takes memory of its own: none is shown
+        else:
+            step(slice(0, 8)).backward()
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        clock = time.perf_counter()
-        result = step(slice(0, tokens))
-        result.backward()
-        seconds = time.perf_counter() - clock
+        for _ in range(2):
+            h_ND.grad = head_VD.grad = None
+            clock = time.perf_counter()
+            result = step(slice(0, tokens))
+            result.backward()
+            seconds = time.perf_counter() - clock
         peak = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 2**10
         loss = result.item()
     assert h_ND.grad is not None
@@ -90,7 +101,11 @@ def main() -> None:
         kind, vocab, scratch = options.one
         print(json.dumps(measure(kind, options.tokens, options.hidden, int(vocab), Path(scratch))))
         return
+    import importlib.util
+
     import torch
+
+    from common import show
 
     scratch = tempfile.TemporaryDirectory()
 
@@ -100,35 +115,30 @@ def main() -> None:
         done = subprocess.run(command, capture_output=True, text=True, check=True)
         return json.loads(done.stdout)
 
-    rows = []
-    print(f"{options.tokens} tokens, hidden {options.hidden}, {os.environ['OMP_NUM_THREADS']} thread(s), float32")
-    print(
-        "vocabulary      fused     plain  ratio |  fused MiB  plain MiB  ratio |  loss and gradient error, fused / plain"
-    )
+    kinds = ["fused", "plain"] + ["liger"] * bool(importlib.util.find_spec("liger_kernel"))
+    rows, cells = [], []
     for vocab in map(int, options.vocab.split(",")):
         reference = child("reference", vocab)
         exact = torch.load(Path(scratch.name) / "reference.pt")
-        runs: dict[str, list[dict[str, float]]] = {"fused": [], "plain": []}
+        runs: dict[str, list[dict[str, float]]] = {kind: [] for kind in kinds}
         for _ in range(options.repeats):
             for kind, found in runs.items():
                 found.append(child(kind, vocab))
-        row: dict[str, float] = {"vocab": vocab}
         for kind, found in runs.items():
             grads = torch.load(Path(scratch.name) / f"{kind}.pt")
-            row |= {f"{kind}_{k}": statistics.median(f[k] for f in found) for k in ("seconds", "peak_mib")}
-            row[f"{kind}_loss_error"] = abs(found[0]["loss"] - reference["loss"]) / abs(reference["loss"])
             errors = [((a.double() - b).norm() / b.norm()).item() for a, b in zip(grads, exact, strict=True)]
-            row[f"{kind}_gradient_error"] = max(errors)
-        rows.append(row)
-        print(
-            f"{vocab:10,} {row['fused_seconds']:8.2f} s {row['plain_seconds']:8.2f} s"
-            f" {row['plain_seconds'] / row['fused_seconds']:5.2f} |"
-            f" {row['fused_peak_mib']:10.0f} {row['plain_peak_mib']:10.0f}"
-            f" {row['plain_peak_mib'] / max(1.0, row['fused_peak_mib']):6.1f} |"
-            f"  {row['fused_loss_error']:.0e} {row['fused_gradient_error']:.0e} /"
-            f" {row['plain_loss_error']:.0e} {row['plain_gradient_error']:.0e}",
-            flush=True,
-        )
+            row = {"vocab": vocab, "kind": kind, "gradient_error": max(errors)}
+            row |= {k: statistics.median(f[k] for f in found) for k in ("seconds", "peak_mib")}
+            row["loss_error"] = abs(found[0]["loss"] - reference["loss"]) / abs(reference["loss"])
+            rows.append(row)
+            memory = "" if kind == "liger" else f"{row['peak_mib']:,.0f}"
+            errors_shown = f"{row['loss_error']:.0e} / {row['gradient_error']:.0e}"
+            cells.append([f"{vocab:,}", kind, f"{row['seconds']:.2f}", memory, errors_shown])
+    show(
+        f"{options.tokens} tokens, hidden {options.hidden}, {os.environ['OMP_NUM_THREADS']} thread(s), float32",
+        ["vocabulary", "head", "seconds", "peak MiB", "error of loss / gradients"],
+        cells,
+    )
     if options.out:
         options.out.write_text(
             json.dumps({"options": vars(options) | {"out": str(options.out)}, "rows": rows}, indent=1) + "\n"

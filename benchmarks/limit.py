@@ -42,7 +42,17 @@ PARTS = {
         "rms_norm",
         "aten::cat",
     ),
-    "copies, allocation, views": ("copy_", "empty", "zero", "fill_", "view", "transpose", "slice", "as_strided", "split"),
+    "copies, allocation, views": (
+        "copy_",
+        "empty",
+        "zero",
+        "fill_",
+        "view",
+        "transpose",
+        "slice",
+        "as_strided",
+        "split",
+    ),
 }
 
 
@@ -73,7 +83,15 @@ def main() -> None:
     step_flops = Flops.of(arch).train_step(round(tokens), round(pairs), **work)
     query, key = arch.num_heads * arch.head_dim, arch.num_kv_heads * arch.head_dim
     hidden, wide = arch.hidden_size, arch.intermediate_size
-    layer = [(hidden, query), (hidden, key), (hidden, key), (query, hidden), (hidden, wide), (hidden, wide), (wide, hidden)]
+    layer = [
+        (hidden, query),
+        (hidden, key),
+        (hidden, key),
+        (query, hidden),
+        (hidden, wide),
+        (hidden, wide),
+        (wide, hidden),
+    ]
     shapes = [(round(tokens), *pair) for pair in [*layer, (hidden, arch.vocab_size)]]
     ways: dict[str, Any] = {
         "step": lambda: timed_phase(study, prepared, node),

@@ -1,13 +1,13 @@
 """A training step against other people's loops on the same documents, to the same loss.
 
-    python benchmarks/step.py [--recipe laptop] [--arm pre-joint] [--steps 24] [--repeats 3] [--threads 1] [--peers plain,liger,trl]
+    python benchmarks/step.py [--recipe laptop] [--arm pre-joint] [--steps 24] [--repeats 3] [--peers plain,liger,trl]
 
 One phase (the arm's last) is trained from the same weights, one way after the other, in turn; medians over the repeats:
 
     ours, cached / live     `depthgrow.trainer.run_phase`, teacher targets from a warm cache / computed at every step
     plain, live / cached    a plain Hugging Face loop (see loops.py) / the same given our cached hidden states
     liger, live / cached    the same with Liger's chunked loss, where it is installed
-    trl, live               TRL's GKD trainer, where it is installed; its loss has no CE term: ours is repeated with alpha 1, gamma 0
+    trl, live               TRL's GKD trainer, where it is installed; it has no CE term: ours is repeated at alpha 1, gamma 0
 
 Speed is in target tokens (padding not counted) per second over all steps but the first four. Losses of the first and the
 last step must agree (of the first alone for TRL, whose learning rate is constant). Only pre arms have a counterpart.

@@ -34,7 +34,10 @@ def make(placement):
 
 def run(student, documents, micro=64):
     classes = TokenClasses([7], [8, 9], lambda token: f"<{token}>")
-    return diagnose(student, lambda b: student(b.ids_N, b.lengths), documents, classes, micro_tokens=micro, device=CPU)
+    def hidden(batch, **options):
+        return student(batch.ids_N, batch.lengths, **options)
+
+    return diagnose(student, hidden, documents, classes, micro_tokens=micro, device=CPU)
 
 
 def test_angles_by_hand():

@@ -74,17 +74,6 @@ def describe(values: NDArray[np.float64]) -> dict[str, Any]:
 
 
 @contextmanager
-def _bypassed(layers: Sequence[nn.Module]) -> Iterator[None]:
-    """Inside, these layers return what they are given: removed with all their norms."""
-    handles = [layer.register_forward_hook(lambda module, inputs, output: inputs[0]) for layer in layers]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-@contextmanager
 def _hooked(modules: Sequence[nn.Module], see: Callable[[int, tuple[Any, ...], Tensor], None]) -> Iterator[None]:
     """Inside, ``see(i, inputs, output)`` is called after each forward pass of ``modules[i]``."""
 
@@ -156,7 +145,7 @@ class _Stream:
 @torch.no_grad()
 def diagnose(
     student: Student,
-    hidden: Callable[[MicroBatch], Tensor],
+    hidden: Callable[..., Tensor],
     documents: TokenizedDocuments,
     classes: TokenClasses,
     *,
@@ -176,26 +165,29 @@ def diagnose(
     head_VD = whole(student.lm_head.weight.detach())
     layers, size = list(student.layers), student.config.layers_per_block
     attentions: list[Any] = [layer.self_attn for layer in layers]
-    blocks = [layers[b * size : (b + 1) * size] for b in range(student.active_blocks)]
-    per_layer, per_block, entry = [_Stream() for _ in layers], [_Stream() for _ in blocks], _Stream()
-    block_in: list[Tensor] = []
+    per_layer, entry = [_Stream() for _ in layers], _Stream()
+    per_block = [_Stream() for _ in range(student.active_blocks)]
+    stream_in: list[list[Tensor]] = [[] for _ in layers]  # of every layer, a batch at a time
 
-    def cross_entropy() -> float:
-        total = sum(token_values(hidden(b), head_VD, b.label_N, None).ce_N.double().sum() for b in batches)
+    def cross_entropy(**options: list[Any]) -> float:
+        """Of all batches; each option lists one value a batch."""
+        total = 0.0
+        for number, batch in enumerate(batches):
+            hidden_ND = hidden(batch, **{name: values[number] for name, values in options.items()})
+            total += token_values(hidden_ND, head_VD, batch.label_N, None).ce_N.double().sum()
         return float(total / sum(b.num_targets for b in batches))
 
-    def removal(removed: Sequence[nn.Module]) -> float:
-        with _bypassed(removed):
-            return cross_entropy() - full
+    def removal(start: int, end: int) -> float:
+        """Without layers start .. end-1, all their norms included: what entered the first goes into the one after the last."""
+        return cross_entropy(first=[end] * len(batches), stream_ND=stream_in[start]) - full
 
     def see_layer(i: int, inputs: tuple[Any, ...], out_ND: Tensor) -> None:
         per_layer[i].add_change(inputs[0], out_ND)
         if i == 0:
             entry.add_scale(inputs[0])
-        if i % size == 0:
-            block_in[:] = [inputs[0]]
+        stream_in[i].append(inputs[0])
         if i % size == size - 1:
-            per_block[i // size].add_change(block_in[0], out_ND)
+            per_block[i // size].add_change(stream_in[i - size + 1][-1], out_ND)
             per_block[i // size].add_scale(out_ND)
 
     def see_attention(i: int, inputs: tuple[Any, ...], out_ND: Tensor) -> None:
@@ -213,20 +205,20 @@ def diagnose(
         "blocks": [
             {
                 "block": b,
-                "removal": removal(block),
+                "removal": removal(b * size, (b + 1) * size),
                 **per_block[b].change(),
                 **per_block[b].scale(kinds, describe_token),
             }
-            for b, block in enumerate(blocks)
+            for b in range(len(per_block))
         ],
         "layers": [
             {
                 "layer": i,
-                "removal": removal([layer]),
+                "removal": removal(i, i + 1),
                 **per_layer[i].change(),
                 "sink": per_layer[i]["sink"].mean(0).tolist(),
             }
-            for i, layer in enumerate(layers)
+            for i in range(len(layers))
         ],
     }
 

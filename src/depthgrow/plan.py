@@ -7,12 +7,13 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import yaml
 from rich.console import Console
 from rich.table import Table
 from transformers import AutoConfig
 
 from depthgrow.architecture import Architecture
-from depthgrow.config import fields_of, to_dict
+from depthgrow.config import fields_of, from_dict, to_dict
 from depthgrow.curriculum import data_start
 from depthgrow.files import UserError, cache_root
 from depthgrow.ledger import Flops
@@ -23,34 +24,7 @@ from depthgrow.teacher.sources import resolve_teacher
 from depthgrow.trainer import step_work
 
 # Shapes of teachers that a plan must know without a network: public facts of their config files.
-KNOWN_SHAPES = {
-    "Qwen/Qwen3-8B-Base": Architecture(
-        family="qwen3",
-        vocab_size=151936,
-        hidden_size=4096,
-        intermediate_size=12288,
-        num_layers=36,
-        num_heads=32,
-        num_kv_heads=8,
-        head_dim=128,
-        qk_norm=True,
-        max_positions=32768,
-        rope={"rope_type": "default", "rope_theta": 1_000_000.0},
-    ),
-    "smollm2": Architecture(
-        family="llama",
-        vocab_size=49152,
-        hidden_size=576,
-        intermediate_size=1536,
-        num_layers=30,
-        num_heads=9,
-        num_kv_heads=3,
-        head_dim=64,
-        rms_norm_eps=1e-5,
-        max_positions=8192,
-        rope={"rope_type": "default", "rope_theta": 100_000.0},
-    ),
-}
+KNOWN_SHAPES: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("known_shapes.yaml").read_text())
 
 # Mean target tokens per document: the published study's own (3.11B over 50,000 x 64), and the wiki lead sections'.
 MEAN_TOKENS = {"paper": 3.1128e9 / (50_000 * 64), "laptop": 170.0, "smollm2": 120.0, "debug": 90.0}
@@ -62,7 +36,7 @@ PAPER_TOKENS = {"joint": (3.11e9, 3.11e9), "grow": (9.34e9, 3.11e9)}
 def architecture_of(source: str) -> Architecture:
     """A teacher's shapes from its config alone."""
     if source in KNOWN_SHAPES:
-        return KNOWN_SHAPES[source]
+        return from_dict(Architecture, KNOWN_SHAPES[source])
     try:
         return Architecture.from_hf(AutoConfig.from_pretrained(resolve_teacher(source), trust_remote_code=False))
     except (OSError, ValueError) as error:

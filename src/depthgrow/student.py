@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +21,11 @@ from depthgrow.files import UserError, unknown
 from depthgrow.head_loss import HeadLoss, ObjectiveConfig, TeacherTargets, TopTargets, head_loss
 from depthgrow.interventions import INTERVENTIONS
 from depthgrow.runtime import keyed_generator
+
+try:
+    from torch.nn.attention.varlen import varlen_attn
+except ImportError:  # a torch older than the kernel
+    varlen_attn = None  # type: ignore[assignment]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +62,7 @@ class Layout:
             )
         position_N = torch.cat([torch.arange(n) for n in (*lengths, 0)]).to(cos_Td.device)
         self.first_N = position_N == 0
+        self.ends_B = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32).to(cos_Td.device)
         self.cos_N1d = cos_Td[position_N].unsqueeze(1)
         self.sin_N1d = sin_Td[position_N].unsqueeze(1)
 
@@ -63,9 +70,15 @@ class Layout:
     def attend(self, q_NHd: Tensor, k_NGd: Tensor, v_NGd: Tensor) -> Tensor:
         """softmax(q k^T / sqrt(d)) v, causal, inside each document: [N, H * d].
 
-        One call a document: on a CPU mostly faster than one right-padded rectangle, and without its copies.
+        One call a document: on a CPU mostly faster than one right-padded rectangle, and without its copies. On a GPU, where
+        products are in half precision, one call of torch's variable-length kernel for all of them.
         """
         grouped = q_NHd.shape[1] != k_NGd.shape[1]
+        if q_NHd.is_cuda and v_NGd.dtype in (torch.bfloat16, torch.float16) and self.lengths and varlen_attn:
+            longest = max(self.lengths)
+            q_NHd, k_NGd = q_NHd.to(v_NGd.dtype), k_NGd.to(v_NGd.dtype)  # rotated with float32 tables
+            causal = {"window_size": (-1, 0), "enable_gqa": grouped}
+            return varlen_attn(q_NHd, k_NGd, v_NGd, self.ends_B, self.ends_B, longest, longest, **causal).flatten(1)
         mixed = [q_NHd[:0].flatten(1)]  # a rank may be left without documents
         for q_THd, k_TGd, v_TGd in zip(*(x.split(self.lengths) for x in (q_NHd, k_NGd, v_NGd)), strict=True):
             q_1HTd, k_1GTd, v_1GTd = (x.transpose(0, 1).unsqueeze(0) for x in (q_THd, k_TGd, v_TGd))
@@ -288,18 +301,24 @@ class Student(nn.Module):
             self._rope = (cos_Td.to(weight.dtype), sin_Td.to(weight.dtype))
         return Layout(lengths, *self._rope)
 
-    def forward(self, ids_N: Tensor, lengths: Sequence[int]) -> Tensor:
-        """Hidden states h_ND whose product with ``lm_head.weight`` is the logits."""
+    def forward(
+        self, ids_N: Tensor, lengths: Sequence[int], *, first: int = 0, stream_ND: Tensor | None = None
+    ) -> Tensor:
+        """Hidden states h_ND whose product with ``lm_head.weight`` is the logits.
+
+        Args:
+            first, stream_ND: go on before layer ``first`` with this residual stream, instead of from the embedding.
+        """
         layout = self.layout(lengths)
         entry = PLACEMENTS[self.placement].boundary == "entry"
-        h_ND = self.embed_tokens(ids_N)
-        if entry:
+        h_ND = self.embed_tokens(ids_N) if stream_ND is None else stream_ND
+        if entry and stream_ND is None:
             h_ND = self.norm(h_ND)
         structural_N = layout.first_N
         if self.intervention is not None:
             structural_N = structural_N | torch.isin(ids_N, self.special_ids.to(ids_N.device))
-        for index, layer in enumerate(self.layers):
+        for index in range(first, len(self.layers)):
             if self.intervention is not None and index and index % self.config.layers_per_block == 0:
                 h_ND = INTERVENTIONS[self.intervention](h_ND, structural_N, self.config.boundary_scale)
-            h_ND = layer(h_ND, layout)
+            h_ND = self.layers[index](h_ND, layout)
         return h_ND if entry else self.norm(h_ND)

@@ -439,12 +439,13 @@ def parameter_counts(student: Student) -> dict[str, int]:
     return parts | {"total": total, "trainable": total - frozen}
 
 
-def hidden_states(student: Student, train: TrainConfig, device: torch.device) -> Callable[[MicroBatch], Tensor]:
-    """Final hidden states of a micro-batch as training computes them (same dtype), for evaluation and diagnostics."""
+def hidden_states(student: Student, train: TrainConfig, device: torch.device) -> Callable[..., Tensor]:
+    """Final hidden states of a micro-batch as training computes them (same dtype), for evaluation and diagnostics; options
+    are those of the student's forward pass."""
 
-    def hidden(batch: MicroBatch) -> Tensor:
+    def hidden(batch: MicroBatch, **options: Any) -> Tensor:
         with compute_dtype(train, device):
-            return narrow(student(batch.ids_N, batch.lengths), train)
+            return narrow(student(batch.ids_N, batch.lengths, **options), train)
 
     return hidden
 

@@ -91,7 +91,7 @@ def paper() -> Study:
             held_out_documents=4833,
             end_token="<|endoftext|>",
         ),
-        train=TrainConfig(dtype="bfloat16", micro_tokens=65536),
+        train=TrainConfig(dtype="bfloat16", micro_tokens=8192),
     )
 
 

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import yaml
 
 from depthgrow.files import UserError
 from depthgrow.report.load import Run, StudyFiles
-from depthgrow.report.paper import PAPER
 from depthgrow.report.statistics import Estimate, across_seeds, mean_over_seeds, paired_bootstrap
 from depthgrow.report.transitions import smoothed, transitions
 
 SCHEMA = 2
+PAPER: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("paper.yaml").read_text())
 CURRICULA = ("joint", "grow", "freeze", "single")
 INTERACTION = {"post-grow": 1.0, "pre-grow": -1.0, "post-joint": -1.0, "pre-joint": 1.0}
 BUDGET = {"total_tokens": "tokens", "active_layer_tokens": "active_layer_tokens", "train_flops": "flops"}

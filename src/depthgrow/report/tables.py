@@ -89,13 +89,14 @@ def _seeds(contrast: dict[str, Any], form: str = "+.4f") -> str:
     return MISSING if found is None else _interval({"value": found["mean"]} | found, form)
 
 
-def _table(name: str, header: list[str], rows: list[list[str]]) -> Table:
-    return Table(name, DEFINITIONS["tables"][name]["title"], header, rows, DEFINITIONS["tables"][name]["text"])
+def _table(name: str, rows: list[list[str]]) -> Table:
+    defined = DEFINITIONS["tables"][name]
+    return Table(name, defined["title"], defined["header"], rows, defined["text"])
 
 
 def claims(summary: dict[str, Any]) -> Table:
     rows = [[c["claim"], c["appears"], c["ours"], c["paper"]] for c in summary["claims"]]
-    return _table("claims", ["", "appears", "ours", "paper"], rows)
+    return _table("claims", rows)
 
 
 def two_by_two(summary: dict[str, Any]) -> Table:
@@ -112,7 +113,7 @@ def two_by_two(summary: dict[str, Any]) -> Table:
     interaction = summary["interaction"]
     if interaction is not None and rows:
         rows.append(["interaction", "", "", "", "", _compared(interaction), shown(interaction["paper"], "+.4f")])
-    return _table("two_by_two", ["", "pre", "paper", "post", "paper", "Δ = post − pre", "paper"], rows)
+    return _table("two_by_two", rows)
 
 
 def across_seeds(summary: dict[str, Any]) -> Table:
@@ -132,9 +133,7 @@ def across_seeds(summary: dict[str, Any]) -> Table:
         ]
         for name, s in found.items()
     ]
-    return _table(
-        "across_seeds", ["", "seeds", "mean [95 % t-interval]", "std", "below / above 0", "seeds for ± 0.005"], rows
-    )
+    return _table("across_seeds", rows)
 
 
 def controls(summary: dict[str, Any]) -> Table:
@@ -150,7 +149,7 @@ def controls(summary: dict[str, Any]) -> Table:
         ]
         for row in summary["controls"]
     ]
-    return _table("controls", ["arm", "CE", "paper", "CE − CE(grow)", "across seeds", "paper"], rows)
+    return _table("controls", rows)
 
 
 def interventions(summary: dict[str, Any]) -> Table:
@@ -163,7 +162,7 @@ def interventions(summary: dict[str, Any]) -> Table:
         ]
         for row in summary["interventions"]
     ]
-    return _table("interventions", ["arm", "CE − CE(plain)", "the gap", "share of the gap"], rows)
+    return _table("interventions", rows)
 
 
 def noise_floor(summary: dict[str, Any]) -> Table:
@@ -174,7 +173,7 @@ def noise_floor(summary: dict[str, Any]) -> Table:
         )
         typical = (sum(v * v for v in values) / len(values)) ** 0.5 if values else None
         rows.append([arm, _compared(floor), shown(typical), str(len(values))])
-    return _table("noise_floor", ["arm", "CE − CE(same arm, other draw)", "root mean square", "seeds"], rows)
+    return _table("noise_floor", rows)
 
 
 def quantities(summary: dict[str, Any]) -> Table:
@@ -208,11 +207,7 @@ def quantities(summary: dict[str, Any]) -> Table:
                 f"{summary['teacher']['parameters']:,} (frozen)",
             ]
         )
-    return _table(
-        "quantities",
-        ["arm", "layers", "seeds", "ce", "kl", "soft_ce", "teacher entropy", "ppl", "parameters, embedding apart"],
-        rows,
-    )
+    return _table("quantities", rows)
 
 
 def ce_per_phase(summary: dict[str, Any]) -> Table:
@@ -220,7 +215,7 @@ def ce_per_phase(summary: dict[str, Any]) -> Table:
         [str(r["phase"]), str(r["layers"]), shown(r["pre"]), shown(r["post"]), _interval(r["delta"], "+.4f")]
         for r in summary["ce_per_phase"]
     ]
-    return _table("ce_per_phase", ["phase", "layers", "pre-grow", "post-grow", "Δ = post − pre"], rows)
+    return _table("ce_per_phase", rows)
 
 
 def block_removal(summary: dict[str, Any]) -> Table:
@@ -233,9 +228,7 @@ def block_removal(summary: dict[str, Any]) -> Table:
             rows.append(
                 [arm, str(row["block"]), *cells, shown(stated[1], ".3f"), _interval(row["relative_update"], ".3f")]
             )
-    return _table(
-        "block_removal", ["arm", "block", "removal ΔCE", "paper", "angle / π", "paper", "relative update"], rows
-    )
+    return _table("block_removal", rows)
 
 
 def layers(summary: dict[str, Any]) -> Table:
@@ -246,9 +239,7 @@ def layers(summary: dict[str, Any]) -> Table:
             sink = f"{max(row['sink']):.2f} ({sum(row['sink']) / len(row['sink']):.2f})" if known else MISSING
             values = [_interval(row[name], ".3f") for name in ("removal", "angle", "relative_update")]
             rows.append([arm, str(row["layer"]), *values, sink])
-    return _table(
-        "layers", ["arm", "layer", "removal ΔCE", "angle / π", "relative update", "first-token attention"], rows
-    )
+    return _table("layers", rows)
 
 
 def boundary_scale(summary: dict[str, Any]) -> Table:
@@ -264,11 +255,7 @@ def boundary_scale(summary: dict[str, Any]) -> Table:
                 ]
                 classes = [shown(row["rms"][kind].get("mean"), ".3f") for kind in CLASSES]
                 rows.append([arm, str(phase["phase"]), str(row["block"]), *shape, *classes])
-    return _table(
-        "boundary_scale",
-        ["arm", "phase", "block", "mean RMS", "std", "kurtosis", *(kind.replace("_", " ") for kind in CLASSES)],
-        rows,
-    )
+    return _table("boundary_scale", rows)
 
 
 def outliers(summary: dict[str, Any]) -> Table:
@@ -286,7 +273,7 @@ def outliers(summary: dict[str, Any]) -> Table:
         for row in phases[-1]["blocks"]
         for t in row["outliers"][:3]
     ]
-    return _table("outliers", ["arm", "after block", "token", "document", "position", "RMS", "channel"], rows)
+    return _table("outliers", rows)
 
 
 def transitions(summary: dict[str, Any]) -> Table:
@@ -302,20 +289,7 @@ def transitions(summary: dict[str, Any]) -> Table:
                 auc = stated["auc"]
                 paper = f"{stated['jump']:.3f} / {auc['2%']:.3f} / {auc['10%']:.3f} / {stated['recovery']:,} of 50,000"
             rows.append([arm, f"{row['from']} → {row['to']}", *cells, f"{back} of {row['steps']:,}", paper])
-    return _table(
-        "transitions",
-        [
-            "arm",
-            "blocks",
-            "jump",
-            "peak",
-            "AUC 2 %",
-            "AUC 10 %",
-            "recovery, steps",
-            "paper: jump / AUC 1k / AUC 5k / recovery",
-        ],
-        rows,
-    )
+    return _table("transitions", rows)
 
 
 def gradients(summary: dict[str, Any]) -> Table:
@@ -325,7 +299,7 @@ def gradients(summary: dict[str, Any]) -> Table:
             for part, norms in row["grad_norms"].items():
                 cells = [shown(norms[name], ".3f") for name in ("before", "after", "end")]
                 rows.append([arm, f"{row['from']} → {row['to']}", part, *cells])
-    return _table("gradients", ["arm", "blocks", "part", "before", "after", "end of the phase"], rows)
+    return _table("gradients", rows)
 
 
 def ledger(summary: dict[str, Any]) -> Table:
@@ -341,11 +315,7 @@ def ledger(summary: dict[str, Any]) -> Table:
         ]
         for r in summary["ledger"]
     ]
-    return _table(
-        "ledger",
-        ["arm", "layers", "steps", "total tokens", "unique tokens", "active-layer tokens", "FLOPs", "seconds"],
-        rows,
-    )
+    return _table("ledger", rows)
 
 
 def matches(summary: dict[str, Any]) -> Table:
@@ -355,7 +325,7 @@ def matches(summary: dict[str, Any]) -> Table:
         for r in summary["ledger"]
         if r["of_grow"] and not r["arm"].endswith("-grow")
     ]
-    return _table("matches", ["arm", "total tokens", "unique tokens", "active-layer tokens", "FLOPs"], rows)
+    return _table("matches", rows)
 
 
 BUILDERS = (
