@@ -126,6 +126,7 @@ def save(options: argparse.Namespace, rows: Any) -> None:
     if options.out is None:
         return
     machine = {"platform": platform.platform(), "cores": os.cpu_count(), "torch": torch.__version__}
-    content = {"options": {k: str(v) for k, v in vars(options).items()}, "machine": machine, "rows": rows}
+    content = {"options": {k: str(v) for k, v in vars(options).items() if k not in ("out", "one")}, "machine": machine}
+    content["rows"] = rows
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(json.dumps(content, indent=1) + "\n")

@@ -105,7 +105,7 @@ def main() -> None:
 
     import torch
 
-    from common import show
+    from common import save, show
 
     scratch = tempfile.TemporaryDirectory()
 
@@ -139,10 +139,7 @@ def main() -> None:
         ["vocabulary", "head", "seconds", "peak MiB", "error of loss / gradients"],
         cells,
     )
-    if options.out:
-        options.out.write_text(
-            json.dumps({"options": vars(options) | {"out": str(options.out)}, "rows": rows}, indent=1) + "\n"
-        )
+    save(options, rows)
 
 
 if __name__ == "__main__":

@@ -68,6 +68,7 @@ def plain(study: Study, prepared: Prepared, node: Node, *, cached: bool, liger: 
     for step, (chosen, input_BT, label_BT) in enumerate(padded_batches(study, prepared, node)):
         if step == WARM:
             tokens, clock = 0, time.perf_counter()
+        input_BT, label_BT = input_BT.to(prepared.device), label_BT.to(prepared.device)
         mask_BT = label_BT != -100
         inputs = {"input_ids": input_BT, "attention_mask": mask_BT.long(), "use_cache": False}
         with torch.no_grad():

@@ -63,21 +63,26 @@ def main() -> None:
             return timed(lambda: run(options.recipe, place, f"{place}-cache", flags | changed))
 
         def apart() -> None:
+            cache = f"{scratch}/apart-cache-{next(count)}"
             for arm in study.arms:
                 place = f"{scratch}/{next(count)}"
-                run(options.recipe, place, f"{scratch}/apart-cache", flags | {"arms": arm})
+                run(options.recipe, place, cache, flags | {"arms": arm})
 
         def plain() -> None:
             torch.set_num_threads(cores)
             for arm in study.arms:
                 if not arm.startswith("pre-"):
                     continue
-                changes = short(steps, **{"arms": [arm], "train.threads": cores})
-                changed, prepared = plain_ready[arm] = plain_ready.get(arm) or ready(options.recipe, **changes)
+                changed, prepared = plain_ready[arm]
                 for node in plan_tree(changed, prepared.facts).nodes.values():
                     loops.plain(changed, prepared, node, cached=False)
 
-        plain_ready: dict[str, Any] = {}
+        alone = {"train.threads": cores, "teacher.targets": "live"}
+        plain_ready = {
+            arm: ready(options.recipe, **short(steps, **{"arms": [arm]}, **alone))
+            for arm in study.arms
+            if arm.startswith("pre-")
+        }
         twice = len(study.arms) / max(1, sum(arm.startswith("pre-") for arm in study.arms))
         ways = {
             "everything on": ours,

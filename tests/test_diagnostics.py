@@ -34,6 +34,7 @@ def make(placement):
 
 def run(student, documents, micro=64):
     classes = TokenClasses([7], [8, 9], lambda token: f"<{token}>")
+
     def hidden(batch, **options):
         return student(batch.ids_N, batch.lengths, **options)
 

@@ -10,6 +10,7 @@ import time
 from dataclasses import replace
 
 import pytest
+import torch
 import yaml
 
 from depthgrow.checkpoint import latest_checkpoint
@@ -18,6 +19,7 @@ from depthgrow.curriculum import DataPosition
 from depthgrow.metrics import read_metrics
 from depthgrow.parallel import share
 from depthgrow.runner import prepare, run_study
+from depthgrow.student import DecoderLayer
 
 ARMS = tuple(f"{p}-{c}" for p in ("pre", "post") for c in ("joint", "grow", "freeze"))
 
@@ -58,7 +60,9 @@ def assert_same(one, other, rtol):
         for a, b in zip(*logs, strict=True):
             assert a.keys() == b.keys()
             for name in a.keys() - {"tokens_per_second", "data_wait", "kind"}:
-                assert b[name] == pytest.approx(a[name], rel=rtol, abs=1e-9), (node, a["step"], name)
+                # a few steps of Adam from rounding apart: norms of single parts show it first
+                bound = 5 * rtol if name.startswith("grad_norm") else rtol
+                assert b[name] == pytest.approx(a[name], rel=bound, abs=1e-9), (node, a["step"], name)
         saved = [latest_checkpoint(root / "nodes" / node / "checkpoints") for root in (one, other)]
         for part in ("weights", "optimizer"):
             first, second = (getattr(checkpoint, part)() for checkpoint in saved)
@@ -113,6 +117,37 @@ def test_stopped_on_two_ranks_goes_on_with_as_many_or_fewer(mini, tmp_path, sile
     assert_same(tmp_path / "whole", tmp_path / "s", 2e-6)
 
 
+@pytest.mark.parametrize(("ranks", "micro_tokens"), [(3, 40), (5, 150)])
+def test_ranks_with_fewer_documents_than_others_make_empty_passes(mini, tmp_path, silent, never, ranks, micro_tokens):
+    """Three ranks for four documents of a micro-batch each: two passes, of which two ranks' second is empty."""
+    study = replace(mini, arms=("post-freeze",), train=replace(mini.train, micro_tokens=micro_tokens))
+    passes = prepare(study, silent).materials(study, study.seed).batches
+    empty = [m for r in range(ranks) for m in passes.global_batch(DataPosition(0, 0), r, ranks) if not m.lengths]
+    assert empty
+    run_study(study, tmp_path / "alone", stop=never, listener=silent)
+    run(ranks, "train", recipe(study, tmp_path), "--arm", "post-freeze", "--out", str(tmp_path / "s"))
+    assert_same(tmp_path / "alone", tmp_path / "s", 1e-6)
+
+
+def test_recomputed_layers_and_top_targets_on_two_ranks(mini, tmp_path, silent, never):
+    kept = replace(mini.teacher, targets="topk", top=20)
+    study = replace(mini, arms=("pre-grow+forward-norm",), teacher=kept)
+    run_study(study, tmp_path / "alone", stop=never, listener=silent)
+    arguments = ("train", recipe(study, tmp_path), "--arm", "pre-grow+forward-norm", "--out", str(tmp_path / "s"))
+    run(2, *arguments, "--train.recompute", "true")
+    assert_same(tmp_path / "alone", tmp_path / "s", 1e-6)
+
+
+def test_bfloat16_products_on_two_ranks(mini, tmp_path, silent, never):
+    study = replace(mini, arms=("pre-joint",), train=replace(mini.train, dtype="bfloat16"))
+    run_study(study, tmp_path / "alone", stop=never, listener=silent)
+    run(2, "train", recipe(study, tmp_path), "--arm", "pre-joint", "--out", str(tmp_path / "s"))
+    (node,) = (tmp_path / "alone" / "nodes").iterdir()
+    logs = [read_metrics(root / "nodes" / node.name / "metrics.jsonl") for root in (tmp_path / "alone", tmp_path / "s")]
+    for a, b in zip(*logs, strict=True):
+        assert b["ce"] == pytest.approx(a["ce"], rel=2e-3)
+
+
 def test_a_mistake_is_told_once(mini, tmp_path):
     process = launch(2, "study", recipe(mini, tmp_path), "--arms", "pre-nonsense", "--out", str(tmp_path / "s"))
     output, _ = process.communicate(timeout=100)
@@ -146,9 +181,18 @@ def test_ranks_see_each_document_once_and_as_many_micro_batches(mini, silent, ne
 
 @pytest.mark.parametrize("option", ["recompute", pytest.param("compile", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("arm", ["pre-freeze", "post-freeze"])
-def test_recomputing_and_compiling_layers_change_no_number(mini, tmp_path, silent, never, option, arm):
+def test_recomputing_and_compiling_layers_change_no_number(mini, tmp_path, silent, never, option, arm, monkeypatch):
+    calls = []
+    forward = DecoderLayer.forward
+    monkeypatch.setattr(DecoderLayer, "forward", lambda *a: calls.append(torch.compiler.is_compiling()) or forward(*a))
     plain = replace(mini, arms=(arm,))
     other = replace(plain, train=replace(plain.train, **{option: True}))
     for name, study in (("plain", plain), ("other", other)):
+        calls.clear()
         run_study(study, tmp_path / name, stop=never, listener=silent)
+        made = len(calls)
+        if name == "plain":
+            once = made
+    # recomputed layers run more often, compiled ones are not called from Python but traced
+    assert made > 1.2 * once if option == "recompute" else any(calls) or made < once
     assert_same(tmp_path / "plain", tmp_path / "other", 1e-6)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
+from itertools import pairwise
+
 import pytest
 import torch
 from transformers import LlamaConfig, Qwen2Config, Qwen3Config
@@ -9,7 +12,7 @@ from transformers import LlamaConfig, Qwen2Config, Qwen3Config
 from conftest import HF_CONFIGS, SIZES, random_model
 from depthgrow.architecture import Architecture
 from depthgrow.files import UserError
-from depthgrow.student import PLACEMENTS, Student, StudentConfig
+from depthgrow.student import PLACEMENTS, Layout, Student, StudentConfig
 
 LENGTHS = [7, 23, 1, 12]
 
@@ -209,3 +212,31 @@ def test_architecture_survives_the_round_trip_through_hugging_face():
     for config in HF_CONFIGS.values():
         arch = Architecture.from_hf(config)
         assert Architecture.from_hf(arch.to_hf(arch.num_layers)) == arch
+
+
+def test_the_variable_length_kernel_is_called_for_the_same_attention(monkeypatch):
+    """The kernel runs on GPUs only: a stand-in with its documented signature does what it documents."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    from depthgrow import student as module
+
+    def kernel(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, **options):
+        inspect.signature(varlen_attn).bind(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, **options)
+        assert options["window_size"] == (-1, 0)
+        assert options["enable_gqa"]
+        assert max_q == max_k == (cu_seq_q[1:] - cu_seq_q[:-1]).max()
+        assert cu_seq_q.dtype == torch.int32
+        out = torch.empty_like(query)
+        for a, b in pairwise(cu_seq_q):
+            for head in range(query.shape[1]):
+                group = head // (query.shape[1] // key.shape[1])
+                scores = query[a:b, head] @ key[a:b, group].T / query.shape[2] ** 0.5
+                future = torch.ones_like(scores).triu(1).bool()
+                out[a:b, head] = scores.masked_fill(future, -torch.inf).softmax(1) @ value[a:b, group]
+        return out
+
+    monkeypatch.setattr(module, "varlen_attn", kernel)
+    lengths = [5, 1, 9]
+    layout = Layout(lengths, torch.ones(16, 8), torch.zeros(16, 8))
+    q, k, v = torch.randn(15, 4, 8), torch.randn(15, 2, 8), torch.randn(15, 2, 8)
+    torch.testing.assert_close(layout.attend_at_once(q, k, v), layout.attend(q, k, v), rtol=1e-5, atol=1e-6)

@@ -305,3 +305,21 @@ def test_a_diverged_arm_is_recorded_and_the_study_goes_on(mini, tmp_path):
     study = override(mini, {"optim.peak_lr": 1e30, "optim.clip_norm": 1e30, "arms": ["pre-single", "post-single"]})
     run(study, tmp_path)
     assert "invalid" in write_report(tmp_path).sentence or "Nothing to compare" in write_report(tmp_path).sentence
+
+
+def test_top_targets_are_other_nodes_and_evaluated_exactly(mini, tmp_path):
+    """All of the vocabulary kept is the exact study; one token kept is another one, with another key."""
+    base = replace(mini, arms=("post-single",))
+    losses = {}
+    for name, changes in {"hidden": {}, "all": {"teacher.top": 10_000}, "one": {"teacher.top": 1}}.items():
+        study = override(base, {"teacher.targets": "topk" if changes else "hidden"} | changes)
+        run_study(study, tmp_path / name, stop=StopAt(), listener=Silent())
+        (node,) = (tmp_path / name / "nodes").iterdir()
+        losses[name] = node.name, [r for r in read_metrics(node / "metrics.jsonl") if r["kind"] in ("train", "eval")]
+    assert len({key for key, _ in losses.values()}) == 3
+    for exact, same, cut in zip(*(records for _, records in losses.values()), strict=True):
+        assert same["kl"] == pytest.approx(exact["kl"], rel=1e-5)
+        if exact["kind"] == "train":
+            assert 0 < cut["kl"] < exact["kl"]
+        else:
+            assert {"soft_ce", "teacher_entropy"} <= cut.keys()

@@ -390,3 +390,34 @@ def test_moments_start_anew_at_every_transition(mini, prepared, tmp_path):
     for folder in run_path(mini, prepared, "pre-grow", tmp_path):
         state = latest_checkpoint(folder / "checkpoints").optimizer()
         assert {float(v) for k, v in state.items() if k.startswith("step.")} == {6.0}
+
+
+@pytest.mark.parametrize("arm", ["pre-freeze", "pre-freeze-head", "post-freeze", "post-freeze-head"])
+def test_a_frozen_prefix_runs_without_a_graph_where_nothing_below_it_trains(mini, prepared, arm):
+    tree = tree_of(mini, prepared, arm)
+    run = tree.nodes[tree.paths[arm, mini.seed][-1]].run
+    materials = prepared.materials(mini, mini.seed)
+    student = build_student(run, materials, CPU)
+    seen = []
+    for layer in student.layers:
+        layer.register_forward_hook(lambda module, inputs, output: seen.append(output.requires_grad))
+    batch = materials.batches.global_batch(DataPosition(0, 0))[0]
+    student(batch.ids_N, batch.lengths)
+    passed = arm == "post-freeze"  # its entry norm, below all blocks, goes on training
+    assert seen == [passed, passed, True]
+
+
+def test_data_wait_is_logged_and_a_step_reads_what_it_should(mini, prepared, tmp_path):
+    """Reading ahead changes no number: the same phase with targets read in turn."""
+    run_path(mini, prepared, "post-single", tmp_path / "ahead")
+    tree = tree_of(mini, prepared, "post-single")
+    key = tree.paths["post-single", mini.seed][0]
+    in_turn = replace(prepared.materials(mini, mini.seed), read_ahead=False)
+    (tmp_path / "turn").mkdir()
+    run_phase(tree.nodes[key].run, in_turn, tmp_path / "turn", None, stop=StopAt(), listener=Silent())
+    logs = [read_metrics(folder / "metrics.jsonl") for folder in (tmp_path / "ahead" / key, tmp_path / "turn")]
+    for ahead, turn in zip(*logs, strict=True):
+        assert ahead.get("loss") == turn.get("loss")
+        if "tokens_per_second" in ahead:
+            assert 0 < ahead["data_wait"] < 1
+            assert turn["data_wait"] == 0

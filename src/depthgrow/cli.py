@@ -112,8 +112,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options, rest = _parser().parse_known_args(arguments)
         return _run(options, rest)
     except UserError as error:
-        if os.environ.get("RANK", "0") == "0":  # every rank of torchrun has the same to say
-            print(f"depthgrow: {error}", file=sys.stderr)
+        rank = os.environ.get("RANK", "0")
+        if rank == "0" or not getattr(error, "told_elsewhere", True):  # else rank 0 of torchrun says the same
+            print(f"depthgrow: {f'rank {rank}: ' if rank != '0' else ''}{error}", file=sys.stderr)
         return USER_ERROR
     except KeyboardInterrupt:
         print("depthgrow: interrupted", file=sys.stderr)
@@ -194,10 +195,8 @@ def _recipe_command(options: argparse.Namespace, assignments: dict[str, Any]) ->
         from depthgrow.plan import plan
 
         return plan(study, as_json=options.json)
-    if options.command == "prepare" and study.teacher.source == "smollm2":
-        print(f"teacher: {prepare_smollm2()}")
     from depthgrow.console import Console
-    from depthgrow.parallel import first, joined
+    from depthgrow.parallel import first, joined, on_first
     from depthgrow.runner import prepare, run_study
     from depthgrow.runtime import Stopped, StopSignal, pick_device
 
@@ -206,6 +205,8 @@ def _recipe_command(options: argparse.Namespace, assignments: dict[str, Any]) ->
         with Console() if first() else Console(open(os.devnull, "w")) as console:
             try:
                 if options.command == "prepare":
+                    if study.teacher.source == "smollm2":
+                        console.note(f"teacher: {on_first(prepare_smollm2)}")
                     prepare(study, console).fill(study, stop, console)
                 else:
                     run_study(study, root, stop=stop, listener=console)

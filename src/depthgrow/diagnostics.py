@@ -171,7 +171,7 @@ def diagnose(
 
     def cross_entropy(**options: list[Any]) -> float:
         """Of all batches; each option lists one value a batch."""
-        total = 0.0
+        total = torch.zeros((), dtype=torch.float64, device=device)
         for number, batch in enumerate(batches):
             hidden_ND = hidden(batch, **{name: values[number] for name, values in options.items()})
             total += token_values(hidden_ND, head_VD, batch.label_N, None).ce_N.double().sum()

@@ -88,7 +88,7 @@ def _wide(x: Tensor) -> Tensor:
 
 
 def _logits(h_nD: Tensor, head_VD: Tensor) -> Tensor:
-    return _wide(h_nD @ head_VD.to(h_nD.dtype).T)
+    return _wide(h_nD @ head_VD.T)
 
 
 def _chunks(h_ND: Tensor, vocab_size: int) -> Iterator[slice]:
@@ -138,6 +138,7 @@ def token_values(h_ND: Tensor, head_VD: Tensor, label_N: Tensor, targets: Teache
     """CE, KL to the teacher and teacher entropy of every token, in nats; nothing is differentiated."""
     wide = torch.float64 if h_ND.dtype == torch.float64 else torch.float32
     ce_N, kl_N, entropy_N = (torch.empty(len(h_ND), dtype=wide, device=h_ND.device) for _ in range(3))
+    head_VD = head_VD.to(h_ND.dtype)
     for part in _chunks(h_ND, len(head_VD)):
         z_nV = _logits(h_ND[part], head_VD)
         _, log_sum_n = _softmax(z_nV)
@@ -165,12 +166,13 @@ class _HeadLoss(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         alpha, gamma, tau = objective.alpha, objective.gamma, objective.tau
         wide = torch.float64 if h_ND.dtype == torch.float64 else torch.float32
+        narrow_VD = head_VD.to(h_ND.dtype)
         grad_h_ND = torch.empty_like(h_ND)
         grad_head_VD = torch.zeros_like(head_VD, dtype=wide) if head_VD.requires_grad else None
         sums = torch.zeros(3, dtype=torch.float64, device=h_ND.device)  # objective, ce, kl
         for part in _chunks(h_ND, len(head_VD)):
             h_nD, label_n = h_ND[part], label_N[part]
-            z_nV = _logits(h_nD, head_VD)
+            z_nV = _logits(h_nD, narrow_VD)
             grad_nV, log_sum_n = _softmax(z_nV)
             ce_sum = _ce(z_nV, log_sum_n, label_n).sum()
             sums[1] += ce_sum
@@ -200,7 +202,7 @@ class _HeadLoss(torch.autograd.Function):
             drop_n1 = torch.full_like(log_sum_n, -gamma / denominator).unsqueeze(1)
             grad_nV.scatter_add_(1, label_n.unsqueeze(1), drop_n1)
             narrow_nV = grad_nV.to(h_nD.dtype)
-            grad_h_ND[part] = narrow_nV @ head_VD.to(h_nD.dtype)
+            grad_h_ND[part] = narrow_nV @ narrow_VD
             if grad_head_VD is not None and narrow_nV.dtype == wide:
                 grad_head_VD.addmm_(narrow_nV.T, h_nD)
             elif grad_head_VD is not None:  # a bf16 sum over chunks would lose more with every chunk

@@ -12,16 +12,16 @@ from depthgrow.files import UserError, write_atomic
 class MetricsLog:
     """Append-only JSON lines with a ``kind`` ('train' or 'eval') and a ``step`` (steps finished in this phase).
 
-    With ``tensorboard`` every number also goes to event files beside it, as kind/name. Without ``writes`` it does nothing.
+    With ``tensorboard`` every number also goes to event files beside it, as kind/name.
     """
 
-    def __init__(self, path: Path, *, tensorboard: bool = False, writes: bool = True):
+    def __init__(self, path: Path, *, tensorboard: bool = False):
         self.path = path
         self._events: Any = None
-        self._tensorboard, self._writes = tensorboard and writes, writes
+        self._tensorboard = tensorboard
 
     def append(self, records: list[dict[str, Any]]) -> None:
-        if records and self._writes:
+        if records:
             with self.path.open("a") as stream:
                 stream.writelines(json.dumps(record) + "\n" for record in records)
         for record in records if self._events is not None else ():
@@ -39,7 +39,7 @@ class MetricsLog:
         """Drop what was written after the checkpoint of ``step``: it will be computed again."""
         if self._tensorboard:
             self._events = event_writer()(str(self.path.parent / "tensorboard"), purge_step=step + 1)
-        if self._writes and self.path.exists():
+        if self.path.exists():
             kept = [record for record in read_metrics(self.path) if record["step"] <= step]
             write_atomic(self.path, "".join(json.dumps(record) + "\n" for record in kept))
 

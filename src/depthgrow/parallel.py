@@ -19,13 +19,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
+from depthgrow.files import UserError
+
 T = TypeVar("T")
 
-KEEP_GATHERED = 8 * 2**30  # bytes of a whole student in the dtype of its products
+KEEP_GATHERED = 16 * 2**30  # bytes of a whole student's weights
 
 
 def launched() -> bool:
@@ -40,10 +42,14 @@ def joined(device: torch.device) -> Iterator[None]:
         yield
         return
     if device.type == "cuda":
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
     dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
     try:
         yield
+    except UserError as error:
+        # an error that rank 0 did not hand out may be this rank's alone
+        error.told_elsewhere = getattr(error, "told_elsewhere", False)  # type: ignore[attr-defined]
+        raise
     finally:
         dist.destroy_process_group()
 
@@ -78,6 +84,7 @@ def on_first(action: Callable[[], T]) -> T:
             told[1] = error
     dist.broadcast_object_list(told)
     if told[1] is not None:
+        told[1].told_elsewhere = not first()
         raise told[1]
     return told[0]
 
@@ -110,12 +117,12 @@ def max_ranks(x: Tensor) -> Tensor:
     return x
 
 
-def spread(student: Any, device: torch.device, *, dtype: torch.dtype, recompute: bool, compile_layers: bool) -> None:
+def spread(student: Any, device: torch.device, *, recompute: bool, compile_layers: bool) -> None:
     """Put a student on the device and, under torchrun, shard it over the ranks; parameters keep their names.
 
+    Weights are gathered and gradients summed in float32; the products' dtype is autocast's affair, as in one process.
+
     Args:
-        dtype: of the matrix products; other than float32, sharded layers gather their weights in it and reduce gradients
-            in float32 (the shards themselves stay float32).
         recompute: layers keep their input only and run again in the backward pass (activation checkpointing).
         compile_layers: `torch.compile` every layer; one graph serves all of them, whatever the number of tokens.
     """
@@ -128,14 +135,10 @@ def spread(student: Any, device: torch.device, *, dtype: torch.dtype, recompute:
         student.to(device)
         return
     mesh = init_device_mesh(device.type, (world(),))
-    narrow = MixedPrecisionPolicy() if dtype == torch.float32 else MixedPrecisionPolicy(dtype, torch.float32)
-    narrow = MixedPrecisionPolicy(narrow.param_dtype, narrow.reduce_dtype, cast_forward_inputs=False)
     # small enough to stay gathered from the forward to the backward pass, which saves a second gathering
-    gathered = sum(p.numel() for p in student.parameters()) * dtype.itemsize
-    for layer in student.layers:
-        fully_shard(layer, mesh=mesh, mp_policy=narrow, reshard_after_forward=gathered > KEEP_GATHERED)
-    fully_shard(student.embed_tokens, mesh=mesh)
-    fully_shard(student.lm_head, mesh=mesh, mp_policy=narrow)
+    large = sum(p.nbytes for p in student.parameters()) > KEEP_GATHERED
+    for part in (*student.layers, student.embed_tokens, student.lm_head):
+        fully_shard(part, mesh=mesh, reshard_after_forward=large)
     fully_shard(student, mesh=mesh)
     for module in student.modules():
         if isinstance(module, FSDPModule):

@@ -110,7 +110,7 @@ def make_plan(study: Study) -> dict[str, Any]:
     mean_tokens = min(MEAN_TOKENS.get(study.name, 170.0), study.data.max_tokens)
     tree = plan_tree(study, Facts(study.teacher.source, tuple(map(str, range(study.num_shards()))), "held-out", "any"))
     dtype = torch_dtype(study.teacher.dtype)
-    documents = study.shard_documents * study.num_shards() + study.data.held_out_documents
+    trained, held_out = study.shard_documents * study.num_shards(), study.data.held_out_documents
     return {
         "study": study.name,
         "architecture": to_dict(arch),
@@ -131,7 +131,8 @@ def make_plan(study: Study) -> dict[str, Any]:
         "phases_named": sum(len(n.users) for n in tree.nodes.values()),
         "memory_bytes": memory(study, arch),
         "teacher_cache_bytes": {
-            name: round(documents * mean_tokens * row_bytes(arch.hidden_size, dtype, top))
+            # held-out targets are exact in every mode
+            name: round(mean_tokens * (trained * row_bytes(arch, dtype, top) + held_out * row_bytes(arch, dtype)))
             for name, top in (("hidden", 0), ("topk", study.teacher.top))
         },
         "fields": dict(fields_of(study)),

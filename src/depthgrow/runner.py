@@ -29,7 +29,7 @@ from depthgrow.metrics import event_writer
 from depthgrow.parallel import on_first, on_first_held, sharded
 from depthgrow.runtime import Stop, Stopped, num_cores, pick_device, torch_dtype
 from depthgrow.study import Facts, Node, Study, Tree, Workspace, plan_tree
-from depthgrow.teacher.cache import Rows, TargetCache, cache_folder, open_cache, pick_live, row_bytes
+from depthgrow.teacher.cache import Rows, TargetCache, is_begun, open_cache, pick_live, row_bytes
 from depthgrow.teacher.live import LiveTeacher
 from depthgrow.teacher.sources import resolve_teacher
 from depthgrow.trainer import Listener, Materials, Paths, Work, run_phase
@@ -52,7 +52,7 @@ class Prepared:
             return
         names = ["held-out documents", *(f"shard {i}" for i in range(len(self.shards)))]
         for name, cache in zip(names, [self.held_out, *self.shards], strict=True):
-            if cache.missing:
+            if on_first(lambda cache=cache: bool(cache.missing)):  # type: ignore[misc]
                 listener.note(f"teacher targets of the {name}: {cache.rows.nbytes / 2**20:.0f} MiB in {cache.folder}")
 
                 def progress(done: int, total: int, name: str = name) -> None:
@@ -139,8 +139,8 @@ def prepare(study: Study, listener: Listener) -> Prepared:
     exact, micro = Rows(teacher, dtype), study.train.micro_tokens
     coding = replace(exact, top=study.teacher.kept)
     if study.teacher.targets == "auto":
-        missing = [part for part in (*parts, tokens.held_out) if not cache_folder(root, exact, part, micro).exists()]
-        needed = sum(int(part.num_targets.sum()) for part in missing) * row_bytes(teacher.arch.hidden_size, dtype)
+        missing = [part for part in (*parts, tokens.held_out) if not is_begun(root, exact, part, micro)]
+        needed = sum(int(part.num_targets.sum()) for part in missing) * row_bytes(teacher.arch, dtype)
         live, reason = on_first(lambda: pick_live(needed, root))
         listener.note(reason)
     if study.teacher.targets == "live" or (study.teacher.targets == "auto" and live):
@@ -179,7 +179,10 @@ def run_study(study: Study, root: Path, *, stop: Stop, listener: Listener) -> No
         )
         _announce(workspace, tree, missing, prepared.teacher.arch, listener)
         if jobs > 1:
-            _run_side_by_side(study, workspace, missing, prepared.facts, jobs, stop, listener)
+            # workers take the same targets, whatever the disk looks like by then
+            picked = "live" if prepared.shards is None else study.teacher.targets.replace("auto", "hidden")
+            settled = replace(study, teacher=replace(study.teacher, targets=picked))
+            _run_side_by_side(settled, workspace, missing, prepared.facts, jobs, stop, listener)
         else:
             for node in missing:
                 _run_node(study, workspace, node, prepared, stop, listener)

@@ -26,9 +26,14 @@ def torch_dtype(name: str) -> torch.dtype:
 
 
 def pick_device(name: str) -> torch.device:
-    """``auto`` is the GPU when there is one, else the CPU."""
+    """``auto`` is the GPU when there is one, else the CPU; under torchrun a rank's GPU is the one of its local rank."""
+    local = os.environ.get("LOCAL_RANK")
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if local is not None and name.startswith("cuda:"):
+        raise UserError(f"train.device={name!r}: under torchrun every rank takes its own GPU; say cuda, or auto")
+    if name == "cuda":
+        name = f"cuda:{local or 0}"
     try:
         device = torch.device(name)
         torch.empty(0, device=device)

@@ -9,8 +9,11 @@ H query heads, G key/value heads, d head size.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from inspect import signature
 from itertools import accumulate
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -22,10 +25,11 @@ from depthgrow.head_loss import HeadLoss, ObjectiveConfig, TeacherTargets, TopTa
 from depthgrow.interventions import INTERVENTIONS
 from depthgrow.runtime import keyed_generator
 
-try:
+varlen_attn: Any = None
+with suppress(ImportError):
     from torch.nn.attention.varlen import varlen_attn
-except ImportError:  # a torch older than the kernel
-    varlen_attn = None  # type: ignore[assignment]
+# a torch older than the kernel, or than its present options, attends one document at a time
+VARIABLE_LENGTH = varlen_attn is not None and {"window_size", "enable_gqa"} <= signature(varlen_attn).parameters.keys()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,9 +64,9 @@ class Layout:
             raise UserError(
                 f"a document of {max(lengths)} tokens exceeds the model's {len(cos_Td)} positions; lower data.max_tokens"
             )
-        position_N = torch.cat([torch.arange(n) for n in (*lengths, 0)]).to(cos_Td.device)
+        position_N = torch.cat([torch.arange(n) for n in (*lengths, 0)]).to(cos_Td.device, non_blocking=True)
         self.first_N = position_N == 0
-        self.ends_B = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32).to(cos_Td.device)
+        self.ends_B = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32).to(cos_Td.device, non_blocking=True)
         self.cos_N1d = cos_Td[position_N].unsqueeze(1)
         self.sin_N1d = sin_Td[position_N].unsqueeze(1)
 
@@ -74,17 +78,25 @@ class Layout:
         products are in half precision, one call of torch's variable-length kernel for all of them.
         """
         grouped = q_NHd.shape[1] != k_NGd.shape[1]
-        if q_NHd.is_cuda and v_NGd.dtype in (torch.bfloat16, torch.float16) and self.lengths and varlen_attn:
-            longest = max(self.lengths)
-            q_NHd, k_NGd = q_NHd.to(v_NGd.dtype), k_NGd.to(v_NGd.dtype)  # rotated with float32 tables
-            causal = {"window_size": (-1, 0), "enable_gqa": grouped}
-            return varlen_attn(q_NHd, k_NGd, v_NGd, self.ends_B, self.ends_B, longest, longest, **causal).flatten(1)
-        mixed = [q_NHd[:0].flatten(1)]  # a rank may be left without documents
+        half = v_NGd.dtype in (torch.bfloat16, torch.float16)
+        if q_NHd.is_cuda and half and self.lengths and VARIABLE_LENGTH:
+            return self.attend_at_once(q_NHd, k_NGd, v_NGd)
+        if not self.lengths:  # a rank without documents: every parameter still gets its gradient, which is zero
+            return q_NHd.flatten(1) + (k_NGd.sum() + v_NGd.sum())
+        mixed = []
         for q_THd, k_TGd, v_TGd in zip(*(x.split(self.lengths) for x in (q_NHd, k_NGd, v_NGd)), strict=True):
             q_1HTd, k_1GTd, v_1GTd = (x.transpose(0, 1).unsqueeze(0) for x in (q_THd, k_TGd, v_TGd))
             out_1HTd = F.scaled_dot_product_attention(q_1HTd, k_1GTd, v_1GTd, is_causal=True, enable_gqa=grouped)
             mixed.append(out_1HTd.squeeze(0).transpose(0, 1).flatten(1))
         return torch.cat(mixed)
+
+    def attend_at_once(self, q_NHd: Tensor, k_NGd: Tensor, v_NGd: Tensor) -> Tensor:
+        """The same by torch's variable-length kernel, in the dtype of v (q and k were rotated by float32 tables)."""
+        q_NHd, k_NGd, longest = q_NHd.to(v_NGd.dtype), k_NGd.to(v_NGd.dtype), max(self.lengths)
+        bounds = (self.ends_B, self.ends_B, longest, longest)
+        grouped = q_NHd.shape[1] != k_NGd.shape[1]
+        causal = {"window_size": (-1, 0), "enable_gqa": grouped}
+        return varlen_attn(q_NHd, k_NGd, v_NGd.contiguous(), *bounds, **causal).flatten(1)
 
     def rotate(self, x_NHd: Tensor) -> Tensor:
         """Rotary position embedding: each pair (x_i, x_{i+d/2}) is turned by its position's angle."""
@@ -316,7 +328,8 @@ class Student(nn.Module):
             h_ND = self.norm(h_ND)
         structural_N = layout.first_N
         if self.intervention is not None:
-            structural_N = structural_N | torch.isin(ids_N, self.special_ids.to(ids_N.device))
+            self.special_ids = self.special_ids.to(ids_N.device)
+            structural_N = structural_N | torch.isin(ids_N, self.special_ids)
         for index in range(first, len(self.layers)):
             if self.intervention is not None and index and index % self.config.layers_per_block == 0:
                 h_ND = INTERVENTIONS[self.intervention](h_ND, structural_N, self.config.boundary_scale)

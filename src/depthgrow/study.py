@@ -44,6 +44,8 @@ class TeacherConfig:
 
     def __post_init__(self) -> None:
         torch_dtype(self.dtype)
+        if self.targets == "cache":  # its name in studies of earlier versions
+            object.__setattr__(self, "targets", "hidden")
         if self.targets not in TARGETS:
             raise unknown("teacher.targets", self.targets, TARGETS)
         if self.top < 1:
@@ -255,6 +257,7 @@ FREE_FIELDS = (
     "arms",
     "seeds",
     "teacher.cache_dir",
+    "teacher.targets",
     "train.checkpoint_every",
     "train.compile",
     "train.device",
@@ -291,7 +294,13 @@ class Workspace:
         """Refuse a folder made with another config. Other arms and more seeds of the same study are welcome."""
         path = self.root / "study.json"
         if path.exists():
-            theirs = dict(fields_of(from_dict(Study, read_json(path)["config"])))
+            earlier = from_dict(Study, read_json(path)["config"])
+            theirs = dict(fields_of(earlier))
+            if earlier.teacher.kept != study.teacher.kept:
+                raise UserError(
+                    f"{self.root} was made with teacher.targets={earlier.teacher.targets!r}, now it is "
+                    f"{study.teacher.targets!r}, of which one is not exact; choose another --out or keep the value"
+                )
             for name, value in fields_of(study):
                 if name not in FREE_FIELDS and theirs[name] != value:
                     raise UserError(

@@ -6,6 +6,7 @@ A train state is weights, moments and a step number; data, learning rate and dep
 from __future__ import annotations
 
 import contextlib
+import gc
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -29,7 +30,7 @@ from depthgrow.head_loss import ObjectiveConfig, TeacherTargets, TopTargets
 from depthgrow.ledger import Flops, causal_pairs
 from depthgrow.metrics import MetricsLog, read_metrics
 from depthgrow.optim import NamedAdamW, OptimConfig, learning_rate
-from depthgrow.parallel import any_rank, collected, first, on_first, own_part, rank, spread, sum_ranks, whole, world
+from depthgrow.parallel import any_rank, collected, on_first, own_part, rank, spread, sum_ranks, whole, world
 from depthgrow.runtime import Stop, Stopped, environment, pick_device, torch_dtype
 from depthgrow.student import PLACEMENTS, Student, StudentConfig
 
@@ -248,7 +249,6 @@ class _Loop:
         spread(
             self.student,
             self.device,
-            dtype=torch_dtype(self.train.dtype),
             recompute=self.train.recompute,
             compile_layers=self.train.compile,
         )
@@ -259,12 +259,8 @@ class _Loop:
         self.counted = {"tokens": 0, "pairs": 0, "active_layer_tokens": 0, "flops": 0, "seconds": 0.0}
         if newest is not None:
             self.done, self.counted = newest.step, newest.state["counted"]
-        self.log = MetricsLog(folder / "metrics.jsonl", tensorboard=self.train.tensorboard, writes=first())
-        self.log.cut_after(self.done)
-        if first():
-            for late in folder.glob("eval/step-*.npz"):
-                if int(late.stem.removeprefix("step-")) > self.done:
-                    late.unlink()
+        self.log = MetricsLog(folder / "metrics.jsonl", tensorboard=self.train.tensorboard)
+        on_first(self._cut_back)
         self._record("config.json", {"label": run.label, "identity": run.identity})
         self._record("environment.json", environment(self.device) | {"ranks": world()})
         resumed = f", from step {self.done}" if self.done else ""
@@ -278,9 +274,15 @@ class _Loop:
         self._reader = ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(self.train.threads,))
         self._next: Future[list[tuple[MicroBatch, TeacherTargets | TopTargets | None]]] | None = None
 
+    def _cut_back(self) -> None:
+        """Drop what was written after the checkpoint that the loop goes on from."""
+        self.log.cut_after(self.done)
+        for late in self.folder.glob("eval/step-*.npz"):
+            if int(late.stem.removeprefix("step-")) > self.done:
+                late.unlink()
+
     def _record(self, name: str, value: Any) -> None:
-        if first():
-            write_json(self.folder / name, value)
+        on_first(lambda: write_json(self.folder / name, value))
 
     def _read(self, step: int) -> list[tuple[MicroBatch, TeacherTargets | TopTargets | None]]:
         """This rank's micro-batches of a step, with the teacher's targets."""
@@ -300,7 +302,7 @@ class _Loop:
         return found
 
     def step(self, step: int) -> None:
-        """One optimizer step on one global batch. Nothing here waits for the device."""
+        """One optimizer step on one global batch."""
         run, position = self.run, DataPosition(self._start.shard, self._start.batch + step)
         lengths = self.materials.batches.lengths(position)
         tokens, pairs = sum(lengths), causal_pairs(lengths)
@@ -340,7 +342,7 @@ class _Loop:
             raise Stopped(self.run.label)
 
     def _flush(self) -> None:
-        """Move device values to the host and append them: the only synchronisation between steps."""
+        """Append the figures of the steps since the last call, read from the device in one go."""
         pending = self._pending
         if not pending:
             return
@@ -352,7 +354,7 @@ class _Loop:
         pending[-1]["tokens_per_second"] = round(tokens / (now - self._since), 1)
         pending[-1]["data_wait"] = round(self._waited / (now - self._since), 5)
         self._since, self._waited = now, 0.0
-        self.log.append(pending)
+        on_first(lambda: self.log.append(pending))
         self.listener.progress(self.run.label, pending[-1]["step"], self.run.phase.steps, pending[-1])
         pending.clear()
 
@@ -362,18 +364,16 @@ class _Loop:
         self.counted["seconds"] += now - self._clock
         self._clock = now
         weights, moments = saved_weights(self.student), self.optimizer.state()
-        if first():
-            state = {"step": self.done, "counted": self.counted}
-            save_checkpoint(self.folder / "checkpoints", weights, moments, state)
+        state = {"step": self.done, "counted": self.counted}
+        on_first(lambda: save_checkpoint(self.folder / "checkpoints", weights, moments, state))
 
     def _evaluate(self) -> None:
         self._flush()
         before = time.perf_counter()
         result = evaluate_student(self.student, self.materials, self.train, self.device)
         summary = result.summary()
-        if first():
-            result.save(self.folder / "eval" / f"step-{self.done:08d}.npz")
-        self.log.append([{"kind": "eval", "step": self.done, **summary}])
+        on_first(lambda: result.save(self.folder / "eval" / f"step-{self.done:08d}.npz"))
+        on_first(lambda: self.log.append([{"kind": "eval", "step": self.done, **summary}]))
         self.listener.progress(self.run.label, self.done, self.run.phase.steps, {"held_out_ce": summary["ce"]})
         self._since += time.perf_counter() - before
 
@@ -414,6 +414,8 @@ class _Loop:
     def close(self) -> None:
         self._reader.shutdown(cancel_futures=True)
         self.log.close()
+        del self.student, self.optimizer
+        gc.collect()  # recomputed and sharded layers refer to themselves, and the next phase needs their memory
 
 
 def consumed_documents(phases: Sequence[Phase], batches: Batches) -> set[int]:

@@ -30,7 +30,8 @@ class MicroBatch:
         return len(self.label_N)
 
     def to(self, device: torch.device) -> MicroBatch:
-        return MicroBatch(self.document_ids, self.lengths, self.ids_N.to(device), self.label_N.to(device))
+        ids_N, label_N = (x.to(device, non_blocking=True) for x in (self.ids_N, self.label_N))
+        return MicroBatch(self.document_ids, self.lengths, ids_N, label_N)
 
 
 def pack(documents: TokenizedDocuments, indices: Sequence[int]) -> MicroBatch:

@@ -24,6 +24,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from depthgrow.architecture import Architecture
 from depthgrow.config import fingerprint
 from depthgrow.data.batches import MicroBatch, group_by_length, pack
 from depthgrow.data.tokens import TokenizedDocuments
@@ -65,7 +66,7 @@ class Rows:
         if not self.top:
             return _to_numpy(hidden_ND)
         values = [top_targets(part, self.teacher.head_VD, self.top) for part in hidden_ND.split(TOP_CHUNK)]
-        rows = np.empty((len(hidden_ND), self.top), self.numpy_dtype)
+        rows = np.empty((len(hidden_ND), self.width), self.numpy_dtype)
         if values:
             rows["id"] = torch.cat([v.id_Nk for v in values]).cpu().numpy()
             rows["log_q"] = torch.cat([v.log_q_Nk for v in values]).cpu().numpy()
@@ -172,6 +173,8 @@ class TargetCache:
         for document in batch.document_ids:
             index = document - self.first
             rows = self.rows[self.starts[index] : self.starts[index + 1]]
+            if self.checksums[index] < 0:
+                raise UserError(f"teacher cache {self.folder} is not filled at document {index}; run the command again")
             if _crc(rows) != self.checksums[index]:
                 raise UserError(
                     f"teacher cache {self.folder / 'rows.npy'} is damaged at document {index} (checksum differs); "
@@ -190,9 +193,9 @@ def _to_torch(rows: NDArray[Any]) -> Tensor:
     return torch.from_numpy(rows).view(torch.bfloat16) if rows.dtype == np.uint16 else torch.from_numpy(rows)
 
 
-def row_bytes(hidden_size: int, dtype: torch.dtype, top: int = 0) -> int:
+def row_bytes(arch: Architecture, dtype: torch.dtype, top: int = 0) -> int:
     """Bytes a target token takes in the cache."""
-    return 8 * top or hidden_size * dtype.itemsize
+    return 8 * min(top, arch.vocab_size) or arch.hidden_size * dtype.itemsize
 
 
 def pick_live(num_bytes: int, root: Path) -> tuple[bool, str]:
@@ -216,6 +219,11 @@ def open_cache(
     identity, folder = _identity(coding, documents, micro_tokens), cache_folder(root, coding, documents, micro_tokens)
     with locked(folder.with_suffix(".lock")):
         return _open(folder, identity, coding, documents, micro_tokens, first)
+
+
+def is_begun(root: Path, coding: Rows, documents: TokenizedDocuments, micro_tokens: int) -> bool:
+    """Whether the cache's room on disk is taken already."""
+    return (cache_folder(root, coding, documents, micro_tokens) / "info.json").exists()
 
 
 def cache_folder(root: Path, coding: Rows, documents: TokenizedDocuments, micro_tokens: int) -> Path:
