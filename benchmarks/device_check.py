@@ -8,28 +8,17 @@ Exits with 1 where a relative error exceeds its bound (float32 1e-4; bfloat16 pr
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from depthgrow.architecture import Architecture
 from depthgrow.head_loss import ObjectiveConfig, TeacherTargets
+from depthgrow.plan import architecture_of
 from depthgrow.runtime import pick_device
 from depthgrow.student import Student, StudentConfig
 
-ARCH = Architecture(
-    family="qwen3",
-    vocab_size=997,
-    hidden_size=256,
-    intermediate_size=512,
-    num_layers=4,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=64,
-    qk_norm=True,
-    max_positions=512,
-    rope={"rope_type": "default", "rope_theta": 10_000.0},
-)
+ARCH = replace(architecture_of("laptop"), vocab_size=997, hidden_size=256, head_dim=64)
 
 
 def gradients(placement: str, device: torch.device, dtype: torch.dtype) -> tuple[float, dict[str, torch.Tensor]]:

@@ -23,23 +23,12 @@ from common import arguments, best_seconds, save, show
 from depthgrow.architecture import Architecture
 from depthgrow.config import override
 from depthgrow.head_loss import ObjectiveConfig, TeacherTargets
+from depthgrow.plan import architecture_of
 from depthgrow.recipes import load_recipe
 from depthgrow.student import Student, StudentConfig
 from depthgrow.study import Facts, plan_tree
 
-BASE = Architecture(
-    family="qwen3",
-    vocab_size=2048,
-    hidden_size=128,
-    intermediate_size=384,
-    num_layers=12,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=32,
-    qk_norm=True,
-    max_positions=8192,
-    rope={"rope_type": "default", "rope_theta": 10_000.0},
-)
+BASE = architecture_of("laptop")  # hidden 128, vocabulary 2,048
 
 
 def widened(width: int) -> Architecture:
@@ -79,11 +68,11 @@ def main() -> None:
     even = [size // 4] * 4
     sweeps: dict[str, list[tuple[float, Any]]] = {
         "tokens": [(n * size // 4, (BASE, 6, [size // 4] * n)) for n in (1, 2, 4, 8, 16)],
-        "document length": [(4 * size // n, (BASE, 6, [4 * size // n] * n)) for n in (32, 16, 8, 4, 2, 1)],
+        "document length": [(2 * size // n, (BASE, 6, [2 * size // n] * n)) for n in (16, 8, 4, 2, 1)],
         "depth": [(n, (BASE, n, even)) for n in (3, 6, 9, 12, 18)],
         "width": [(n, (widened(n), 6, even)) for n in (64, 128, 256, 512, 1024)],
         "vocabulary": [(n, (replace(BASE, vocab_size=n), 6, even)) for n in (1024, 4096, 16384, 49152, 151936)],
-        "spread of lengths": [(n, (BASE, 6, spread(n, 4 * size))) for n in (1, 2, 4, 8, 16)],
+        "spread of lengths": [(n, (BASE, 6, spread(n, 2 * size))) for n in (1, 2, 4, 8, 16)],
     }
     rows: dict[str, Any] = {}
     for name, points in sweeps.items():

@@ -12,7 +12,7 @@ from depthgrow.checkpoint import latest_checkpoint
 from depthgrow.console import Console
 from depthgrow.data.tokens import DataConfig, prepare_tokens
 from depthgrow.diagnostics import diagnose
-from depthgrow.evaluate import Evaluation, evaluate
+from depthgrow.evaluate import Evaluation, evaluate_model
 from depthgrow.export.hf import save_hf
 from depthgrow.files import UserError, cache_root, read_json, shown, unknown
 from depthgrow.runner import Prepared, prepare
@@ -238,11 +238,5 @@ def _evaluate_folder(model: str, study: Study, prepared: Prepared) -> Evaluation
         raise UserError(
             f"model {model!r} has another tokenizer than the study's teacher: its losses cannot be compared"
         )
-    return evaluate(
-        lambda batch: other.targets(batch).hidden_ND,
-        other.head_VD,
-        prepared.tokens.held_out,
-        prepared.held_out_targets,
-        micro_tokens=study.train.micro_tokens,
-        device=prepared.device,
-    )
+    micro_tokens = study.train.micro_tokens
+    return evaluate_model(other, prepared.tokens.held_out, prepared.held_out_targets, micro_tokens=micro_tokens)

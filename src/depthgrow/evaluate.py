@@ -6,6 +6,7 @@ import io
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -44,6 +45,15 @@ class Evaluation:
         buffer = io.BytesIO()
         np.savez(buffer, tokens=self.tokens, ce=self.ce, kl=self.kl, teacher_entropy=self.teacher_entropy)
         write_atomic(path, buffer.getvalue())
+
+
+def evaluate_model(
+    model: Any, held_out: TokenizedDocuments, targets: Targets | None = None, *, micro_tokens: int
+) -> Evaluation:
+    """A model loaded as a teacher is (`depthgrow.teacher.live.LiveTeacher`) on held-out documents."""
+    device = model.head_VD.device
+    options: Any = {"micro_tokens": micro_tokens, "device": device}
+    return evaluate(lambda batch: model.targets(batch).hidden_ND, model.head_VD, held_out, targets, **options)
 
 
 @torch.no_grad()

@@ -28,7 +28,7 @@ from depthgrow.data.tokens import (
     prepare_tokens,
     shuffled,
 )
-from depthgrow.evaluate import evaluate
+from depthgrow.evaluate import evaluate_model
 from depthgrow.export.hf import save_hf
 from depthgrow.files import UserError, cache_root, locked, read_json, write_json
 from depthgrow.head_loss import ObjectiveConfig
@@ -194,12 +194,4 @@ def evaluate_folder(model: Path, held_out: TokenizedDocuments, train: TrainConfi
     """CE of a Hugging Face folder on tokenized documents, in float32."""
     device = pick_device(train.device)
     teacher = LiveTeacher.load(model, torch.float32, device)
-    result = evaluate(
-        lambda batch: teacher.targets(batch).hidden_ND,
-        teacher.head_VD,
-        held_out,
-        None,
-        micro_tokens=train.micro_tokens,
-        device=device,
-    )
-    return result.summary()
+    return evaluate_model(teacher, held_out, micro_tokens=train.micro_tokens).summary()

@@ -203,22 +203,9 @@ def interventions(summary: dict[str, Any]) -> list[Panel]:
     return [Panel("", "Δ CE, nats per token", [effects, other], ticks=labels)]
 
 
-CHARTS = (
-    interaction,
-    ce_per_phase,
-    validation,
-    interventions,
-    block_removal,
-    boundary_rms,
-    structural,
-    histograms,
-    transition_loss,
-    gradient_norms,
-)
-
-
 def build_charts(summary: dict[str, Any]) -> list[Chart]:
-    """Every figure that the study's finished arms have data for."""
-    drawn = [(build.__name__, build(summary)) for build in CHARTS]
-    texts = DEFINITIONS["figures"]
-    return [Chart(name, texts[name]["title"], texts[name]["text"], panels) for name, panels in drawn if panels]
+    """Every figure that the study's finished arms have data for: the functions of this module that definitions.yaml names."""
+    drawn = (
+        (text["title"], text["text"], name, globals()[name](summary)) for name, text in DEFINITIONS["figures"].items()
+    )
+    return [Chart(name, title, caption, panels) for title, caption, name, panels in drawn if panels]

@@ -46,22 +46,15 @@ class Table:
         return "\n".join("| " + " | ".join(row) + " |" for row in lines)
 
 
-TEX = {
-    **{c: rf"\{c}" for c in "&%$#_{}"},
+TEX = {c: rf"\{c}" for c in "&%$#_{}"} | {
     "\\": r"\textbackslash{}",
     "~": r"\textasciitilde{}",
     "^": r"\textasciicircum{}",
-    **{
-        "Δ": r"$\Delta$",
-        "π": r"$\pi$",
-        "×": r"$\times$",
-        "÷": r"$\div$",
-        "±": r"$\pm$",
-        "→": r"$\to$",
-        "−": "$-$",
-        "–": "--",
-    },
 }
+TEX |= dict(
+    zip("Δπ×÷±→−", (rf"${name}$" for name in (r"\Delta", r"\pi", r"\times", r"\div", r"\pm", r"\to", "-")), strict=True)
+)
+TEX["–"] = "--"
 
 
 def _tex(text: str) -> str:
@@ -328,26 +321,7 @@ def matches(summary: dict[str, Any]) -> Table:
     return _table("matches", rows)
 
 
-BUILDERS = (
-    claims,
-    two_by_two,
-    across_seeds,
-    ce_per_phase,
-    controls,
-    interventions,
-    noise_floor,
-    quantities,
-    transitions,
-    gradients,
-    block_removal,
-    layers,
-    boundary_scale,
-    outliers,
-    ledger,
-    matches,
-)
-
-
 def build_tables(summary: dict[str, Any]) -> list[Table]:
-    """Every table that the study's finished arms have rows for."""
-    return [table for table in (build(summary) for build in BUILDERS) if table.rows]
+    """Every table that the study's finished arms have rows for: the functions of this module that definitions.yaml names."""
+    built = (globals()[name](summary) for name in DEFINITIONS["tables"])
+    return [table for table in built if table.rows]
