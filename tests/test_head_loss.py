@@ -236,3 +236,30 @@ def test_a_teacher_whose_top_holds_everything_is_finite():
     assert w.grad.isfinite().all()
     with pytest.raises(UserError, match="tau=1 only"):
         head_loss(h, w, labels, sharp, ObjectiveConfig(tau=2.0), 1.0)
+
+
+def test_inside_autocast_products_are_narrow_and_sums_are_not():
+    o = ObjectiveConfig()
+    h, w, labels, t = inputs(torch.float32)
+    expected = torch.autograd.grad(head_loss(h, w, labels, t, o, float(N)).loss, (h, w))
+    with torch.autocast("cpu", torch.bfloat16):
+        result = head_loss(h, w, labels, t, o, float(N))
+    assert result.loss.dtype == torch.float32
+    for ours, theirs in zip(torch.autograd.grad(result.loss, (h, w)), expected, strict=True):
+        assert ours.dtype == torch.float32
+        error = ((ours - theirs).norm() / theirs.norm()).item()
+        assert 1e-6 < error < 2e-2  # bfloat16 was used, and did not spread
+
+
+def test_inside_a_compiled_function_it_is_the_same():
+    o = ObjectiveConfig()
+    h, w, labels, t = inputs(torch.float32)
+
+    def step(h, w):
+        return head_loss(torch.tanh(h), w, labels, t, o, float(N)).loss * 2
+
+    expected = torch.autograd.grad(step(h, w), (h, w))
+    for ours, theirs in zip(
+        torch.autograd.grad(torch.compile(step, backend="aot_eager")(h, w), (h, w)), expected, strict=True
+    ):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-7)
