@@ -186,18 +186,3 @@ def share(sizes: Iterable[int], ranks: int) -> list[list[int]]:
         loads[lightest] += sizes[place]
         dealt[lightest].append(place)
     return dealt
-
-
-def quiet_elsewhere(listener: Any) -> Any:
-    """The listener on rank 0, one that says nothing on the others."""
-    return listener if first() else Quiet()
-
-
-class Quiet:
-    """A listener that says nothing."""
-
-    def note(self, text: str) -> None: ...
-
-    def begin(self, work: Any, paths: Any, states: Any) -> None: ...
-
-    def progress(self, label: str, step: int, num_steps: int, values: Any) -> None: ...
