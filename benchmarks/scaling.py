@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 from matplotlib.figure import Figure
+from matplotlib.ticker import NullLocator
 
 from common import arguments, best_seconds, save, show
 from depthgrow.architecture import Architecture
@@ -131,6 +132,8 @@ def plot(rows: dict[str, Any], path: Path) -> None:
         axes.loglog(row["x"], y, "o", color="#2f6db3")
         axes.loglog(row["x"], fitted, "-", color="#c8553d", linewidth=1)
         axes.set(title=f"{name}: exponent {row['exponent']:.2f}", ylabel="s" if "seconds" in row else "block-steps")
+        axes.set_xticks(row["x"], [f"{x:,.0f}" for x in row["x"]], rotation=45)
+        axes.xaxis.set_minor_locator(NullLocator())
         axes.grid(alpha=0.25)
     figure.savefig(path, dpi=130)
 
