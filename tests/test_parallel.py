@@ -146,6 +146,8 @@ def test_bfloat16_products_on_two_ranks(mini, tmp_path, silent, never):
     logs = [read_metrics(root / "nodes" / node.name / "metrics.jsonl") for root in (tmp_path / "alone", tmp_path / "s")]
     for a, b in zip(*logs, strict=True):
         assert b["ce"] == pytest.approx(a["ce"], rel=2e-3)
+        if a["kind"] == "train":
+            assert b["grad_norm"] == pytest.approx(a["grad_norm"], rel=3e-2)
 
 
 def test_a_mistake_is_told_once(mini, tmp_path):
