@@ -62,7 +62,7 @@ def product_seconds(shapes: list[tuple[int, int, int]], threads: int) -> tuple[f
     flops = seconds = 0.0
     for tokens, size_in, size_out in shapes:
         x, w, g = torch.randn(tokens, size_in), torch.randn(size_out, size_in), torch.randn(tokens, size_out)
-        for product in (lambda x=x, w=w: x @ w.T, lambda g=g, w=w: g @ w, lambda g=g, x=x: g.T @ x):  # type: ignore[misc]
+        for product in (lambda x=x, w=w: x @ w.T, lambda g=g, w=w: g @ w, lambda g=g, x=x: g.T @ x):
             flops += 2 * tokens * size_in * size_out
             seconds += best_seconds(product, 7)
     return flops, seconds

@@ -144,7 +144,7 @@ def trl(study: Study, prepared: Prepared, node: Node) -> dict[str, float]:
 
     losses: list[float] = []
 
-    class Trainer(GKDTrainer):  # type: ignore[misc]
+    class Trainer(GKDTrainer):
         def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
             value = super().compute_loss(*args, **kwargs)
             losses.append((value[0] if isinstance(value, tuple) else value).item())

@@ -37,7 +37,7 @@ from depthgrow.trainer import Materials, run_phase
 class Untold(LiveTeacher):
     """A teacher without a tokenizer: no token is special."""
 
-    classes = TokenClasses(special_ids=[], delimiter_ids=[], text=str)  # type: ignore[assignment]
+    classes = TokenClasses(special_ids=[], delimiter_ids=[], text=str)
 
 
 def random_documents(count: int, mean: int, vocab: int, longest: int, seed: int) -> TokenizedDocuments:

@@ -45,7 +45,7 @@ def main() -> None:
         if name in peers and importlib.util.find_spec(package):
             for cached in (False, True):
                 label = f"{name}, {'cached' if cached else 'live'}"
-                ways[label] = lambda cached=cached, liger=name == "liger": loops.plain(  # type: ignore[misc]
+                ways[label] = lambda cached=cached, liger=name == "liger": loops.plain(
                     study, prepared, node, cached=cached, liger=liger
                 )
     if "trl" in peers and importlib.util.find_spec("trl"):

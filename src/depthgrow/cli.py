@@ -113,7 +113,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _run(options, rest)
     except UserError as error:
         rank = os.environ.get("RANK", "0")
-        if rank == "0" or not getattr(error, "told_elsewhere", True):  # else rank 0 of torchrun says the same
+        if rank == "0" or error.told_elsewhere is False:  # else rank 0 of torchrun says the same
             print(f"depthgrow: {f'rank {rank}: ' if rank != '0' else ''}{error}", file=sys.stderr)
         return USER_ERROR
     except KeyboardInterrupt:

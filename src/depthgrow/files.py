@@ -20,7 +20,12 @@ from typing import Any
 
 
 class UserError(ValueError):
-    """A mistake the user can mend. The message is one line: what was received, why it cannot be, what to do."""
+    """A mistake the user can mend. The message is one line: what was received, why it cannot be, what to do.
+
+    told_elsewhere: among several ranks, whether another shows the same; None where all of them came to it alike.
+    """
+
+    told_elsewhere: bool | None = None
 
 
 def unknown(kind: str, name: str, known: Iterable[str]) -> UserError:

@@ -48,7 +48,7 @@ def joined(device: torch.device) -> Iterator[None]:
         yield
     except UserError as error:
         # an error that rank 0 did not hand out may be this rank's alone
-        error.told_elsewhere = getattr(error, "told_elsewhere", False)  # type: ignore[attr-defined]
+        error.told_elsewhere = bool(error.told_elsewhere)
         raise
     finally:
         dist.destroy_process_group()

@@ -11,6 +11,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wai
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +53,7 @@ class Prepared:
             return
         names = ["held-out documents", *(f"shard {i}" for i in range(len(self.shards)))]
         for name, cache in zip(names, [self.held_out, *self.shards], strict=True):
-            if on_first(lambda cache=cache: bool(cache.missing)):  # type: ignore[misc]
+            if on_first(partial(bool, cache.missing)):
                 listener.note(f"teacher targets of the {name}: {cache.rows.nbytes / 2**20:.0f} MiB in {cache.folder}")
 
                 def progress(done: int, total: int, name: str = name) -> None:

@@ -185,7 +185,7 @@ def post(layer: DecoderLayer, h_ND: Tensor, layout: Layout) -> Tensor:
 class Head(nn.Linear):
     """The language-model head. Calling it gives the loss: no logits leave it."""
 
-    def forward(  # type: ignore[override]
+    def forward(  # type: ignore[override]  # FSDP gathers the weight around calls, so the loss must be one
         self,
         h_ND: Tensor,
         label_N: Tensor,
