@@ -150,6 +150,26 @@ def test_bfloat16_products_on_two_ranks(mini, tmp_path, silent, never):
             assert b["grad_norm"] == pytest.approx(a["grad_norm"], rel=3e-2)
 
 
+def test_a_rank_leaves_whole_while_threads_still_hold_tensors(tmp_path):
+    """Threads of torch that want the interpreter while it shuts down abort the process (as gloo's do on a busy machine)."""
+    script = tmp_path / "rank.py"
+    script.write_text(
+        "import threading, torch\n"
+        "from depthgrow.cli import run\n"
+        "def work():\n"
+        "    while True:\n"
+        "        torch.ones(10_000).sum().item()\n"
+        "for _ in range(4):\n"
+        "    threading.Thread(target=work, daemon=True).start()\n"
+        "run()\n"
+    )
+    command = [sys.executable, str(script), "study", "no-such-recipe"]
+    environment = os.environ | {"RANK": "0", "WORLD_SIZE": "1"}
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
+    assert result.returncode == 2, result.stderr
+    assert result.stderr.count("no-such-recipe") == 1
+
+
 def test_a_mistake_is_told_once(mini, tmp_path):
     process = launch(2, "study", recipe(mini, tmp_path), "--arms", "pre-nonsense", "--out", str(tmp_path / "s"))
     output, _ = process.communicate(timeout=200)

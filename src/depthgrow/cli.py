@@ -136,7 +136,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run() -> NoReturn:
-    sys.exit(main())
+    code = main()
+    if "RANK" in os.environ:
+        # gloo's threads outlive the process group while anything still refers to it, and one that lets go of a tensor
+        # during the interpreter's own shutdown aborts the process: a rank leaves without that shutdown
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
 
 
 def _run(options: argparse.Namespace, rest: list[str]) -> int:
