@@ -12,7 +12,7 @@ from transformers import LlamaConfig, Qwen2Config, Qwen3Config
 from conftest import HF_CONFIGS, SIZES, random_model
 from depthgrow.architecture import Architecture
 from depthgrow.files import UserError
-from depthgrow.student import PLACEMENTS, Layout, Student, StudentConfig
+from depthgrow.student import PLACEMENTS, Layout, RMSNorm, Student, StudentConfig
 
 LENGTHS = [7, 23, 1, 12]
 
@@ -197,6 +197,25 @@ def test_document_longer_than_the_positions_is_refused():
     student.append_blocks(1)
     with pytest.raises(UserError, match="max_tokens"):
         student(random_ids(300), [300])
+
+
+def test_the_norm_and_its_gradient_equal_the_formula():
+    norm = RMSNorm(24, eps=1e-2).double()
+    torch.nn.init.normal_(norm.weight)
+    x = torch.randn(7, 3, 24, dtype=torch.float64, requires_grad=True)
+    expected = norm.weight * x / (x.pow(2).mean(-1, keepdim=True) + 1e-2).sqrt()
+    torch.testing.assert_close(norm(x), expected, rtol=1e-12, atol=1e-12)
+    assert torch.autograd.gradcheck(norm, (x,))
+    zero = torch.zeros(2, 24, requires_grad=True, dtype=torch.float64)
+    norm(zero).sum().backward()
+    torch.testing.assert_close(zero.grad, (norm.weight / 0.1).expand(2, 24).detach())
+
+
+def test_the_norm_of_half_precision_is_taken_in_float32():
+    norm, x = RMSNorm(24, eps=1e-6), torch.randn(5, 24).bfloat16() * 300
+    unit = x.float() / x.float().pow(2).mean(-1, keepdim=True).sqrt()
+    torch.nn.init.ones_(norm.weight)
+    assert torch.equal(norm(x), unit.bfloat16().float())
 
 
 def test_rope_table_grows_without_changing_earlier_positions():
