@@ -8,7 +8,7 @@ import pytest
 
 from depthgrow import console as module
 from depthgrow.console import Console, duration
-from depthgrow.trainer import Work
+from depthgrow.runtime import Work
 
 
 @pytest.fixture

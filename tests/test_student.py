@@ -174,10 +174,7 @@ def test_tied_teacher_gives_an_untied_student():
     [
         (Qwen3Config(**SIZES, use_sliding_window=True, sliding_window=8, max_window_layers=1), "sliding"),
         (LlamaConfig(**SIZES, hidden_act="gelu"), "hidden_act"),
-        (
-            Qwen2Config(**SIZES, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}),
-            "rope_type",
-        ),
+        (Qwen2Config(**SIZES, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}), "rope_type"),
         (LlamaConfig(**SIZES, logits_scaling=2.0), "logits_scaling"),
         (Qwen3Config(**SIZES, attention_dropout=0.1), "attention_dropout"),
     ],

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import jinja2
 import torch
 
 from depthgrow.checkpoint import latest_checkpoint
@@ -22,6 +23,8 @@ from depthgrow.study import Study, Workspace, load_study, parse_arm
 from depthgrow.teacher.live import LiveTeacher
 from depthgrow.teacher.sources import resolve_teacher
 from depthgrow.trainer import TrainConfig, evaluate_student, hidden_states, load_weights
+
+CARD = Path(__file__).parent / "export" / "card.md.j2"
 
 
 def finished_arm(root: Path, arm: str, seed: int | None) -> tuple[Study, str, int]:
@@ -71,48 +74,19 @@ def export_arm(root: Path, arm: str, to: Path, seed: int | None, dtype: str) -> 
     )
     student = load_student(root, study, arm, key, seed, teacher)
     done = read_json(Workspace(root).node(key) / "done.json")
-    card = _card(study, arm, key, seed, student, done, to.name, read_json(root / "data.json"))
-    save_hf(student, teacher.tokenizer, to, dtype=torch_dtype(dtype), card=card)
     trust = "" if student.placement == "pre" else ", trust_remote_code=True"
+    card = jinja2.Template(CARD.read_text(), trim_blocks=True, keep_trailing_newline=True).render(
+        {"study": study, "arm": arm, "key": key, "seed": seed, "name": to.name, "trust": trust},
+        placement=student.placement,
+        curriculum=parse_arm(arm).curriculum,
+        layers=len(student.layers),
+        parameters=sum(p.numel() for p in student.parameters()),
+        final=", ".join(f"{k} {shown(v)}" for k, v in done["final"].items()),
+        corpora=read_json(root / "data.json")["corpora"],
+    )
+    save_hf(student, teacher.tokenizer, to, dtype=torch_dtype(dtype), card=card)
     print(f"{to}: load with AutoModelForCausalLM.from_pretrained({str(to)!r}{trust})")
     return 0
-
-
-def _card(
-    study: Study, arm: str, key: str, seed: int, student: Student, done: dict[str, Any], name: str, data: dict[str, Any]
-) -> str:
-    placement, curriculum = parse_arm(arm).placement, parse_arm(arm).curriculum
-    trust = "" if placement == "pre" else ", trust_remote_code=True"
-    corpora = "\n".join(f"- {c['name']}: {c['source']}; licence {c['licence']}" for c in data["corpora"])
-    final = ", ".join(f"{k} {shown(v)}" for k, v in done["final"].items())
-    code = (
-        "It is the teacher family's own class; no custom code is needed."
-        if placement == "pre"
-        else "Its norms sit after the residual sums, which `modeling_depthgrow.py` defines; only transformers is needed."
-    )
-    return f"""---
-library_name: transformers
-pipeline_tag: text-generation
----
-# {name}
-
-A {len(student.layers)}-layer {placement}-norm student ({sum(p.numel() for p in student.parameters()):,} parameters) of
-`{study.teacher.source}`, trained by depthgrow with curriculum `{curriculum}`. {code}
-
-```python
-from transformers import AutoModelForCausalLM, AutoTokenizer
-model = AutoModelForCausalLM.from_pretrained("{name}"{trust})
-tokenizer = AutoTokenizer.from_pretrained("{name}")
-```
-
-On held-out documents, in nats per token: {final}.
-
-Study `{study.name}`, arm `{arm}`, seed {seed}, node `{key}`. Embedding (frozen copy) and head (trained copy) start from
-the teacher, whose licence applies to them.
-
-Text it was trained on:
-{corpora}
-"""
 
 
 def evaluate_arm(root: Path, arm: str | None, model: str | None, seed: int | None, as_json: bool) -> int:

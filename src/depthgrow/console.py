@@ -13,7 +13,7 @@ from rich.live import Live
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from rich.table import Column, Table
 
-from depthgrow.trainer import Paths, Work
+from depthgrow.runtime import Paths, Work
 
 PLAIN_EVERY = 15.0  # seconds between two progress lines where there is no terminal
 MARKS = {"done": "●", "started": "◐", "missing": "○"}

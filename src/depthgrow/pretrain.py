@@ -33,10 +33,10 @@ from depthgrow.export.hf import save_hf
 from depthgrow.files import UserError, cache_root, locked, read_json, write_json
 from depthgrow.head_loss import ObjectiveConfig
 from depthgrow.optim import OptimConfig
-from depthgrow.runtime import StopSignal, environment, pick_device
+from depthgrow.runtime import Listener, StopSignal, environment, pick_device
 from depthgrow.student import StudentConfig
 from depthgrow.teacher.live import LiveTeacher
-from depthgrow.trainer import Listener, Materials, PhaseRun, TrainConfig, build_student, load_weights, run_phase
+from depthgrow.trainer import Materials, PhaseRun, TrainConfig, build_student, load_weights, run_phase
 
 BOUNDARY_TOKEN = "<|endoftext|>"
 
@@ -122,10 +122,7 @@ def _pretrain(config: Pretrain, out: Path, stop: StopSignal, listener: Listener)
         placement="pre",
         intervention=None,
         student=StudentConfig(
-            num_blocks=1,
-            layers_per_block=config.arch.num_layers,
-            init_gain=config.init_gain,
-            freeze_embedding=False,
+            num_blocks=1, layers_per_block=config.arch.num_layers, init_gain=config.init_gain, freeze_embedding=False
         ),
         objective=ObjectiveConfig(alpha=0.0, gamma=1.0),
         optim=config.optim,

@@ -28,12 +28,12 @@ from depthgrow.head_loss import TeacherTargets, TopTargets
 from depthgrow.ledger import Flops
 from depthgrow.metrics import event_writer
 from depthgrow.parallel import on_first, on_first_held, sharded
-from depthgrow.runtime import Stop, Stopped, num_cores, pick_device, torch_dtype
+from depthgrow.runtime import Listener, Paths, Stop, Stopped, Work, num_cores, pick_device, torch_dtype
 from depthgrow.study import Facts, Node, Study, Tree, Workspace, plan_tree
 from depthgrow.teacher.cache import Rows, TargetCache, is_begun, open_cache, pick_live, row_bytes
 from depthgrow.teacher.live import LiveTeacher
 from depthgrow.teacher.sources import resolve_teacher
-from depthgrow.trainer import Listener, Materials, Paths, Work, run_phase
+from depthgrow.trainer import Materials, run_phase
 
 
 @dataclass

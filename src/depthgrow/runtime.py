@@ -1,4 +1,4 @@
-"""The machine a run is on: device, dtype, threads, seeds, signals. Everything here is decided once, outside the model."""
+"""What a run meets outside the model: device, dtype, threads, seeds; who may stop it and who watches it."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -118,3 +119,25 @@ class StopSignal:
         finally:
             for number, handler in previous.items():
                 signal.signal(number, handler)
+
+
+@dataclass(frozen=True)
+class Work:
+    """Steps a phase has still to make (``start`` .. ``steps``) and the cost of one, in any one unit."""
+
+    cost: float
+    start: int
+    steps: int
+
+
+Paths = dict[str, dict[str, list[str]]]  # arm -> seed -> the nodes it goes through
+
+
+class Listener(Protocol):
+    """Whoever shows progress. ``states`` are 'done' or 'started', by node; ``values`` are plain floats."""
+
+    def note(self, text: str) -> None: ...
+
+    def begin(self, work: dict[str, Work], paths: Paths, states: dict[str, str]) -> None: ...
+
+    def progress(self, label: str, step: int, num_steps: int, values: dict[str, float]) -> None: ...

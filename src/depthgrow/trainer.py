@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,7 +31,7 @@ from depthgrow.ledger import Flops, causal_pairs
 from depthgrow.metrics import MetricsLog, read_metrics
 from depthgrow.optim import NamedAdamW, OptimConfig, learning_rate
 from depthgrow.parallel import any_rank, collected, on_first, own_part, rank, spread, sum_ranks, whole, world
-from depthgrow.runtime import Stop, Stopped, environment, pick_device, torch_dtype
+from depthgrow.runtime import Listener, Stop, Stopped, environment, pick_device, torch_dtype
 from depthgrow.student import PLACEMENTS, Student, StudentConfig
 
 
@@ -118,28 +118,6 @@ class PhaseRun:
         return self.phases[-1]
 
 
-@dataclass(frozen=True)
-class Work:
-    """Steps a phase has still to make (``start`` .. ``steps``) and the cost of one, in any one unit."""
-
-    cost: float
-    start: int
-    steps: int
-
-
-Paths = dict[str, dict[str, list[str]]]  # arm -> seed -> the nodes it goes through
-
-
-class Listener(Protocol):
-    """Whoever shows progress. ``states`` are 'done' or 'started', by node; ``values`` are plain floats."""
-
-    def note(self, text: str) -> None: ...
-
-    def begin(self, work: dict[str, Work], paths: Paths, states: dict[str, str]) -> None: ...
-
-    def progress(self, label: str, step: int, num_steps: int, values: dict[str, float]) -> None: ...
-
-
 def build_student(run: PhaseRun, materials: Materials, device: torch.device) -> Student:
     """The student of a phase as it starts from nothing but seed and teacher; a parent's weights are loaded over it."""
     placed = (run.placement, run.intervention)
@@ -205,13 +183,7 @@ def trainable_table(student: Student) -> str:
 
 
 def run_phase(
-    run: PhaseRun,
-    materials: Materials,
-    folder: Path,
-    parent: Checkpoint | None,
-    *,
-    stop: Stop,
-    listener: Listener,
+    run: PhaseRun, materials: Materials, folder: Path, parent: Checkpoint | None, *, stop: Stop, listener: Listener
 ) -> None:
     """Train one phase in ``folder`` until it is done, going on from the newest checkpoint there; on all ranks together.
 
@@ -246,12 +218,7 @@ class _Loop:
         self.student = build_student(run, materials, torch.device("cpu"))
         if origin is not None:
             load_weights(self.student, origin.weights(), origin.path)
-        spread(
-            self.student,
-            self.device,
-            recompute=self.train.recompute,
-            compile_layers=self.train.compile,
-        )
+        spread(self.student, self.device, recompute=self.train.recompute, compile_layers=self.train.compile)
         self.optimizer = NamedAdamW(self.student.named_parameters(), run.optim, self.student.part_of)
         if origin is not None and (newest is not None or not run.phase.reset_optimizer):
             self.optimizer.load_state(origin.optimizer())

@@ -24,11 +24,7 @@ def laptop_teacher() -> Pretrain:
             qk_norm=True,
             max_positions=2048,
         ),
-        data=DataConfig(
-            corpora=("wiki", "docstrings:stdlib+numpy"),
-            max_tokens=512,
-            held_out_documents=400,
-        ),
+        data=DataConfig(corpora=("wiki", "docstrings:stdlib+numpy"), max_tokens=512, held_out_documents=400),
         optim=OptimConfig(peak_lr=3e-3, min_lr=3e-5, warmup_steps=200, beta2=0.98, weight_decay=0.05, clip_norm=1.0),
         train=TrainConfig(
             steps_per_phase=5600,

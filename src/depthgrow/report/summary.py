@@ -71,10 +71,7 @@ def summarise(study: StudyFiles) -> dict[str, Any]:
 
 
 def _contrast(
-    study: StudyFiles,
-    weights: Mapping[str, float],
-    over: Mapping[str, float] | None = None,
-    beside: Sequence[str] = (),
+    study: StudyFiles, weights: Mapping[str, float], over: Mapping[str, float] | None = None, beside: Sequence[str] = ()
 ) -> dict[str, Any]:
     """A weighted sum of arms' final held-out CE, or its ratio to a second one.
 

@@ -100,13 +100,7 @@ class TargetCache:
     def missing(self) -> list[int]:
         return [int(i) for i in np.flatnonzero(self.checksums < 0)]
 
-    def fill(
-        self,
-        stop: Stop,
-        progress: Callable[[int, int], None],
-        *,
-        workers: int = 1,
-    ) -> None:
+    def fill(self, stop: Stop, progress: Callable[[int, int], None], *, workers: int = 1) -> None:
         """Run the teacher over the documents that are not there yet; goes on where an earlier call was stopped.
 
         Args:
@@ -244,12 +238,7 @@ def _identity(coding: Rows, documents: TokenizedDocuments, micro_tokens: int) ->
 
 
 def _open(
-    folder: Path,
-    identity: dict[str, Any],
-    coding: Rows,
-    documents: TokenizedDocuments,
-    micro_tokens: int,
-    first: int,
+    folder: Path, identity: dict[str, Any], coding: Rows, documents: TokenizedDocuments, micro_tokens: int, first: int
 ) -> TargetCache:
     rows_path, checksum_path = folder / "rows.npy", folder / "checksums.npy"
     if not (folder / "info.json").exists():
