@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from depthgrow.checkpoint import latest_checkpoint, save_checkpoint, verify
-from depthgrow.files import UserError, require_space, write_atomic
+from depthgrow.files import UserError, require_space, whole_folder, write_atomic
 
 
 def tensors(step, size=50):
@@ -99,3 +99,24 @@ def test_checkpoints_hold_no_pickle(tmp_path):
     assert verify(found.path).step == 1
     code = "import sys; data = open(sys.argv[1], 'rb').read(); sys.exit(data[8:9] != b'{')"
     assert subprocess.run([sys.executable, "-c", code, str(found.path / "weights.safetensors")]).returncode == 0
+
+
+def test_a_folder_is_whole_or_as_it_was(tmp_path):
+    final = tmp_path / "deep" / "final"
+    with whole_folder(final) as scratch:
+        (scratch / "a").write_text("1")
+        assert not final.exists()
+    with pytest.raises(FileNotFoundError), whole_folder(final) as scratch:
+        (scratch / "none" / "b").write_text("2")
+    assert [p.name for p in final.iterdir()] == ["a"]
+    with whole_folder(final) as scratch:
+        (scratch / "c").write_text("3")
+    assert [p.name for p in final.iterdir()] == ["c"]
+    with pytest.raises(OSError, match="not empty"), whole_folder(final, replace=False) as scratch:
+        (scratch / "d").write_text("4")
+    assert [p.name for p in final.iterdir()] == ["c"]
+    (final / "c").unlink()
+    with whole_folder(final, replace=False) as scratch:
+        (scratch / "e").write_text("5")
+    assert [p.name for p in final.iterdir()] == ["e"]
+    assert [p.name for p in final.parent.iterdir()] == ["final"]  # no scratch is left

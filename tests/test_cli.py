@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from conftest import tensors_equal
+from depthgrow import cli
 from depthgrow.checkpoint import latest_checkpoint
 from depthgrow.cli import main
 
@@ -258,3 +259,14 @@ def test_readme_commands_exist():
 def test_ci_runs_the_readmes_test_command():
     assert "make test" in (REPOSITORY / ".ci" / "run").read_text()
     assert os.access(REPOSITORY / ".ci" / "run", os.X_OK)
+
+
+def test_a_rank_that_leaves_the_telling_to_rank_0_lets_it_end_first(monkeypatch, capsys):
+    slept = []
+    monkeypatch.setattr(cli.time, "sleep", slept.append)
+    for rank, silent in (("1", True), ("0", False)):
+        monkeypatch.setenv("RANK", rank)
+        assert cli.main(["study", "no-such-recipe"]) == 2
+        assert bool(slept) is silent
+        assert ("no-such-recipe" in capsys.readouterr().err) is not silent
+        slept.clear()

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from depthgrow.files import UserError, read_json, require_space, sha256_file, write_json
+from depthgrow.files import UserError, read_json, require_space, sha256_file, whole_folder, write_json
 
 FILES = ("weights.safetensors", "optimizer.safetensors")
 
@@ -49,18 +48,12 @@ def save_checkpoint(
     """Write a checkpoint of ``state['step']`` and drop all but the ``keep`` newest."""
     final = root / f"step-{state['step']:08d}"
     require_space(root, sum(t.nbytes for t in (*weights.values(), *optimizer.values())), "a checkpoint")
-    scratch = Path(tempfile.mkdtemp(dir=root, prefix=".partial-"))
-    try:
+    with whole_folder(final) as scratch:
         for name, tensors in zip(FILES, (weights, optimizer), strict=True):
             save_file({key: value.detach().cpu().contiguous() for key, value in tensors.items()}, scratch / name)
             with (scratch / name).open("rb") as stream:
                 os.fsync(stream.fileno())
         write_json(scratch / "state.json", state | {"sha256": {name: sha256_file(scratch / name) for name in FILES}})
-        if final.exists():
-            shutil.rmtree(final)
-        scratch.rename(final)
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
     for old in sorted(root.glob("step-*"))[:-keep]:
         shutil.rmtree(old)
     return Checkpoint(final, state)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import time
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,6 +15,7 @@ from depthgrow import __version__
 from depthgrow.files import UserError
 
 DONE, OUR_FAULT, USER_ERROR, STOPPED = 0, 1, 2, 3
+QUIET_SECONDS = 10  # a rank that leaves the telling to rank 0 must not end first: torchrun would end rank 0 unheard
 
 EPILOG = """\
 options of a recipe are written --section.field value, for example --arms pre-grow,post-grow --seeds 3 --optim.peak_lr 2e-3;
@@ -115,6 +117,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         rank = os.environ.get("RANK", "0")
         if rank == "0" or error.told_elsewhere is False:  # else rank 0 of torchrun says the same
             print(f"depthgrow: {f'rank {rank}: ' if rank != '0' else ''}{error}", file=sys.stderr)
+        else:
+            time.sleep(QUIET_SECONDS)
         return USER_ERROR
     except KeyboardInterrupt:
         print("depthgrow: interrupted", file=sys.stderr)

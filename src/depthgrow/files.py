@@ -58,6 +58,25 @@ def write_atomic(path: Path, content: str | bytes) -> None:
         raise
 
 
+@contextmanager
+def whole_folder(final: Path, *, replace: bool = True) -> Iterator[Path]:
+    """A scratch folder that becomes ``final`` where the block ends well, so that ``final`` is whole or absent.
+
+    Args:
+        replace: a folder that is there already makes way; otherwise only an empty one does.
+    """
+    final.parent.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(dir=final.parent, prefix=".partial-"))
+    try:
+        yield scratch
+        if replace:
+            shutil.rmtree(final, ignore_errors=True)
+        scratch.chmod(0o755)
+        scratch.rename(final)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
 def write_json(path: Path, value: Any) -> None:
     """JSON with sorted keys; a number that is not finite becomes null, which JSON can say."""
     write_atomic(path, json.dumps(_finite(value), indent=1, sort_keys=True) + "\n")

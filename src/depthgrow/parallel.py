@@ -117,20 +117,26 @@ def max_ranks(x: Tensor) -> Tensor:
     return x
 
 
-def spread(student: Any, device: torch.device, *, recompute: bool, compile_layers: bool) -> None:
-    """Put a student on the device and, under torchrun, shard it over the ranks; parameters keep their names.
-
-    Weights are gathered and gradients summed in float32; the products' dtype is autocast's affair, as in one process.
+def set_layers(student: Any, *, recompute: bool, compiled: bool) -> None:
+    """How a student's layers run, from now on.
 
     Args:
         recompute: layers keep their input only and run again in the backward pass (activation checkpointing).
-        compile_layers: `torch.compile` every layer; one graph serves all of them, whatever the number of tokens.
+        compiled: by `torch.compile`; one graph serves all of them, whatever the number of tokens.
     """
     for layer in student.layers:
-        if compile_layers:
+        layer.__dict__.pop("forward", None)  # that of its class again
+        if compiled:
             layer.forward = torch.compile(layer.forward, dynamic=True)
         if recompute:
             layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+
+
+def spread(student: Any, device: torch.device) -> None:
+    """Put a student on the device and, under torchrun, shard it over the ranks; parameters keep their names.
+
+    Weights are gathered and gradients summed in float32; the products' dtype is autocast's affair, as in one process.
+    """
     if not sharded():
         student.to(device)
         return

@@ -30,7 +30,7 @@ from depthgrow.data.tokens import (
 )
 from depthgrow.evaluate import evaluate_model
 from depthgrow.export.hf import save_hf
-from depthgrow.files import UserError, cache_root, locked, read_json, write_json
+from depthgrow.files import UserError, cache_root, locked, read_json, whole_folder, write_json
 from depthgrow.head_loss import ObjectiveConfig
 from depthgrow.optim import OptimConfig
 from depthgrow.runtime import Listener, StopSignal, environment, pick_device
@@ -149,10 +149,8 @@ def _tokenizer(config: Pretrain, folder: Path, listener: Listener) -> Any:
         streams = [shuffled(open_corpus(spec)) for spec in config.data.corpora]
         texts = (text for text in interleave(streams) if not is_held_out(text))
         limited = (text for _, text in zip(range(config.tokenizer_documents), texts, strict=False))
-        scratch = folder.with_name("tokenizer.partial")
-        train_tokenizer(limited, config.arch.vocab_size).save_pretrained(scratch)
-        shutil.rmtree(folder, ignore_errors=True)
-        scratch.rename(folder)
+        with whole_folder(folder) as scratch:
+            train_tokenizer(limited, config.arch.vocab_size).save_pretrained(scratch)
     return AutoTokenizer.from_pretrained(folder)
 
 

@@ -262,13 +262,8 @@ class Student(nn.Module):
             raise unknown("placement", placement, PLACEMENTS)
         if intervention is not None and intervention not in INTERVENTIONS:
             raise unknown("intervention", intervention, INTERVENTIONS)
-        self.config, self.arch, self.placement, self.intervention, self.seed = (
-            config,
-            arch,
-            placement,
-            intervention,
-            seed,
-        )
+        self.config, self.arch, self.seed = config, arch, seed
+        self.placement, self.intervention = placement, intervention
         self.special_ids = torch.tensor(list(special_ids), dtype=torch.long)
         self.embed_tokens = nn.Embedding(arch.vocab_size, arch.hidden_size)
         self.layers = nn.ModuleList()

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import math
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -25,14 +26,27 @@ from depthgrow.data.classes import TokenClasses
 from depthgrow.data.tokens import TokenizedDocuments
 from depthgrow.diagnostics import diagnose
 from depthgrow.evaluate import Evaluation, Targets, evaluate
-from depthgrow.files import UserError, write_json
+from depthgrow.files import UserError, read_json, write_json
 from depthgrow.head_loss import ObjectiveConfig, TeacherTargets, TopTargets
 from depthgrow.ledger import Flops, causal_pairs
 from depthgrow.metrics import MetricsLog, read_metrics
 from depthgrow.optim import NamedAdamW, OptimConfig, learning_rate
-from depthgrow.parallel import any_rank, collected, on_first, own_part, rank, spread, sum_ranks, whole, world
+from depthgrow.parallel import (
+    any_rank,
+    collected,
+    on_first,
+    own_part,
+    rank,
+    set_layers,
+    spread,
+    sum_ranks,
+    whole,
+    world,
+)
 from depthgrow.runtime import Listener, Stop, Stopped, environment, pick_device, torch_dtype
 from depthgrow.student import PLACEMENTS, Student, StudentConfig
+
+COMPILE_FROM = 600.0  # seconds: compiling takes up to one minute and gains about a tenth (docs/performance.md)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +56,8 @@ class TrainConfig:
     micro_tokens: most tokens (padding inside attention included) of one forward pass; dtype: of the matrix products
     (weights, moments and sums stay float32). tensorboard: event files in every node's folder. threads: CPU threads of one
     phase; jobs: phases run side by side (0: as many as the CPU's cores allow, one on a GPU or under torchrun). recompute:
-    layers run again in the backward pass instead of keeping what it needs; compile: `torch.compile` each layer.
+    layers run again in the backward pass instead of keeping what it needs; compile: `torch.compile` each layer, 'auto' where
+    a phase of `COMPILE_FROM` seconds or more measures faster with it.
     """
 
     steps_per_phase: int = 50_000
@@ -57,7 +72,7 @@ class TrainConfig:
     threads: int = 1
     jobs: int = 0
     recompute: bool = False
-    compile: bool = False
+    compile: bool | Literal["auto"] = "auto"
 
     def __post_init__(self) -> None:
         for name in (
@@ -87,9 +102,7 @@ class Materials:
     held_out: TokenizedDocuments
     train_targets: Callable[[MicroBatch], TeacherTargets | TopTargets] | None
     held_out_targets: Targets | None
-    read_ahead: bool = (
-        False  # whether training targets are read from files, so that a step's can be read during another
-    )
+    read_ahead: bool = False  # training targets come from files: a step's can be read during another
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -218,7 +231,9 @@ class _Loop:
         self.student = build_student(run, materials, torch.device("cpu"))
         if origin is not None:
             load_weights(self.student, origin.weights(), origin.path)
-        spread(self.student, self.device, recompute=self.train.recompute, compile_layers=self.train.compile)
+        spread(self.student, self.device)
+        self._start = data_start(run.phases, len(run.phases) - 1)
+        compiled = self._settle_layers(resumed=newest is not None)
         self.optimizer = NamedAdamW(self.student.named_parameters(), run.optim, self.student.part_of)
         if origin is not None and (newest is not None or not run.phase.reset_optimizer):
             self.optimizer.load_state(origin.optimizer())
@@ -229,10 +244,9 @@ class _Loop:
         self.log = MetricsLog(folder / "metrics.jsonl", tensorboard=self.train.tensorboard)
         on_first(self._cut_back)
         self._record("config.json", {"label": run.label, "identity": run.identity})
-        self._record("environment.json", environment(self.device) | {"ranks": world()})
+        self._record("environment.json", environment(self.device) | {"ranks": world(), "compiled": compiled})
         resumed = f", from step {self.done}" if self.done else ""
         listener.note(f"{run.label}: {trainable_table(self.student)}{resumed}")
-        self._start = data_start(run.phases, len(run.phases) - 1)
         self._flops = Flops.of(materials.arch)
         self._work = step_work(run.phase, run.placement, run.student.layers_per_block)
         self._pending: list[dict[str, Any]] = []
@@ -240,6 +254,38 @@ class _Loop:
         self._since, self._waited = self._clock, 0.0
         self._reader = ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(self.train.threads,))
         self._next: Future[list[tuple[MicroBatch, TeacherTargets | TopTargets | None]]] | None = None
+
+    def _settle_layers(self, resumed: bool) -> bool:
+        """Whether layers are compiled: as the config says, as the phase began, or where measuring finds that it pays."""
+        wanted, options = self.train.compile, {"recompute": self.train.recompute}
+        if wanted == "auto" and resumed:
+            wanted = on_first(lambda: bool(read_json(self.folder / "environment.json").get("compiled")))
+        set_layers(self.student, compiled=wanted is True, **options)
+        if wanted != "auto":
+            return wanted
+        if self._seconds_a_step(1) * self.run.phase.steps < COMPILE_FROM:
+            return False
+        plain = self._seconds_a_step(3)
+        try:
+            set_layers(self.student, compiled=True, **options)
+            compiled = self._seconds_a_step(4)
+            found = f"{compiled:.2f} s a step against {plain:.2f} s"
+        except Exception as error:  # whatever the compiler lacks, the layers run without it
+            compiled, found = math.inf, f"torch.compile failed: {' '.join(str(error).split())[:160]}"
+        pays = not any_rank(compiled >= plain)
+        self.listener.note(f"{self.run.label}: layers {'' if pays else 'not '}compiled ({found})")
+        if not pays:
+            set_layers(self.student, compiled=False, **options)
+        return pays
+
+    def _seconds_a_step(self, passes: int) -> float:
+        """The fastest of so many passes of the first batch on the first rank; the optimizer, made next, drops gradients."""
+        batches, found = self._read(0), []
+        for _ in range(passes):
+            clock = time.perf_counter()
+            self._gradients(batches, 1).sum().item()
+            found.append(time.perf_counter() - clock)
+        return on_first(lambda: min(found))
 
     def _cut_back(self) -> None:
         """Drop what was written after the checkpoint that the loop goes on from."""
@@ -274,16 +320,10 @@ class _Loop:
         lengths = self.materials.batches.lengths(position)
         tokens, pairs = sum(lengths), causal_pairs(lengths)
         distilled = self.materials.train_targets is not None
-        sums: list[Tensor] = []
-        for batch, targets in self._fetch(step):
-            with compute_dtype(self.train, self.device):
-                h_ND = self.student(batch.ids_N, batch.lengths)
-            result = self.student.lm_head(narrow(h_ND, self.train), batch.label_N, targets, run.objective, tokens)
-            result.loss.backward()
-            sums.append(torch.stack([result.loss.detach().double() * tokens, result.ce_sum, result.kl_sum]))
+        sums = self._gradients(self._fetch(step), tokens)
         lr = learning_rate(run.optim, run.schedule[0] + step, run.schedule[1])
         norms = self.optimizer.step(lr)
-        total = sum_ranks(torch.stack(sums).sum(0)) / tokens
+        total = sum_ranks(sums) / tokens
         record = {"kind": "train", "step": step + 1, "loss": total[0], "ce": total[1]}
         if distilled:
             record["kl"] = total[2]
@@ -293,6 +333,18 @@ class _Loop:
         self.counted["active_layer_tokens"] += tokens * self._work["layers"]
         self.counted["flops"] += self._flops.train_step(tokens, pairs, **self._work, distilled=distilled)
         self.done = step + 1
+
+    def _gradients(self, batches: list[tuple[MicroBatch, TeacherTargets | TopTargets | None]], tokens: int) -> Tensor:
+        """Forward and backward passes of this rank's micro-batches: their sums of loss, CE and KL over tokens."""
+        sums: list[Tensor] = []
+        for batch, targets in batches:
+            with compute_dtype(self.train, self.device):
+                h_ND = self.student(batch.ids_N, batch.lengths)
+            hidden_ND = narrow(h_ND, self.train)
+            result = self.student.lm_head(hidden_ND, batch.label_N, targets, self.run.objective, tokens)
+            result.loss.backward()
+            sums.append(torch.stack([result.loss.detach().double() * tokens, result.ce_sum, result.kl_sum]))
+        return torch.stack(sums).sum(0)
 
     def keep_up(self, stop: Stop) -> None:
         """Log, evaluate, save and stop where the step just made calls for it; ranks agree on a stop when they log."""

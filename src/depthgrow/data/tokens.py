@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import shutil
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +19,7 @@ from numpy.typing import NDArray
 
 from depthgrow.config import fingerprint
 from depthgrow.data.documents import Corpus, open_corpus
-from depthgrow.files import UserError, locked, read_json, require_space, write_json
+from depthgrow.files import UserError, locked, read_json, require_space, whole_folder, write_json
 
 HELD_OUT_PERMILLE = 50
 BATCH = 512  # documents handed to the tokenizer at a time
@@ -275,12 +273,7 @@ def _build(
             "content_hash": documents.content_hash,
         }
     require_space(folder.parent, sum(s.ids.nbytes for s in sets.values()), "the token files")
-    scratch = Path(tempfile.mkdtemp(dir=folder.parent, prefix=".partial-"))
-    try:
+    with whole_folder(folder) as scratch:
         for name, documents in sets.items():
             documents.save(scratch / name)
         write_json(scratch / "info.json", info)
-        shutil.rmtree(folder, ignore_errors=True)
-        scratch.rename(folder)
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)

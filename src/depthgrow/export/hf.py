@@ -6,8 +6,6 @@ defined in one self-contained file beside the weights (loaded with ``trust_remot
 
 from __future__ import annotations
 
-import shutil
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import GenerationConfig
 
-from depthgrow.files import UserError, require_space, write_atomic
+from depthgrow.files import UserError, require_space, whole_folder, write_atomic
 from depthgrow.student import PLACEMENTS, Student
 
 TEMPLATE = Path(__file__).parent / "modeling_post.py.txt"
@@ -57,8 +55,7 @@ def save_hf(student: Student, tokenizer: Any, folder: Path, *, dtype: torch.dtyp
     config.architectures = [f"{CLASSES[arch.family]}ForCausalLM"]
     weights = {name: value.to("cpu", dtype).contiguous().clone() for name, value in hf_state(student).items()}
     require_space(folder.parent, sum(w.nbytes for w in weights.values()), "the exported model")
-    scratch = Path(tempfile.mkdtemp(dir=folder.parent, prefix=".partial-"))
-    try:
+    with whole_folder(folder, replace=False) as scratch:
         if student.placement == "post":
             config.architectures = ["PostNormForCausalLM"]
             config.auto_map = {"AutoModelForCausalLM": "modeling_depthgrow.PostNormForCausalLM"}
@@ -72,10 +69,3 @@ def save_hf(student: Student, tokenizer: Any, folder: Path, *, dtype: torch.dtyp
         GenerationConfig(pad_token_id=tokenizer.pad_token_id, **ids).save_pretrained(scratch)
         if card is not None:
             write_atomic(scratch / "README.md", card)
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        if folder.exists():
-            folder.rmdir()
-        scratch.chmod(0o755)
-        scratch.rename(folder)
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)

@@ -29,6 +29,13 @@ class Series:
     low: list[Any] | None = None
     high: list[Any] | None = None
 
+    def whiskers(self) -> tuple[list[float], list[float]] | None:
+        """Lengths of the intervals below and above the points."""
+        if self.low is None or self.high is None:
+            return None
+        rows = list(zip(self.low, self.y, self.high, strict=True))
+        return [y - a for a, y, _ in rows], [b - y for _, y, b in rows]
+
 
 @dataclass(frozen=True)
 class Panel:
@@ -164,13 +171,18 @@ def histograms(summary: dict[str, Any]) -> list[Panel]:
     return panels
 
 
+def _apart(phases: list[dict[str, list[float]]]) -> tuple[list[Any], list[Any]]:
+    """x and y of all phases, with a gap after each."""
+    x, y = ([v for phase in phases for v in [*phase[name], None]] for name in ("x", "y"))
+    return x, y
+
+
 def transition_loss(summary: dict[str, Any]) -> list[Panel]:
     series, lines = [], set()
     for arm in ("pre-grow", "post-grow"):
         curve = summary["curves"].get(arm, {"loss": [], "transitions": []})
         lines |= set(curve["transitions"])
-        x = [v for phase in curve["loss"] for v in [*phase["x"], None]]
-        y = [v for phase in curve["loss"] for v in [*phase["y"], None]]
+        x, y = _apart(curve["loss"])
         series += [Series(arm, x, y, COLOURS[arm.partition("-")[0]], points=False)] if x else []
     return [Panel("optimizer step", "training loss, nats per token", series, lines=sorted(lines))] if lines else []
 
@@ -181,9 +193,7 @@ def gradient_norms(summary: dict[str, Any]) -> list[Panel]:
         curve = summary["curves"].get(arm, {"grad_norms": {}, "transitions": []})
         series = []
         for index, (part, phases) in enumerate(curve["grad_norms"].items()):
-            x = [v for phase in phases for v in [*phase["x"], None]]
-            y = [v for phase in phases for v in [*phase["y"], None]]
-            series.append(Series(part, x, y, SHADES[index % 6], points=False))
+            series.append(Series(part, *_apart(phases), SHADES[index % 6], points=False))
         if any(s.y and any(v is not None for v in s.y) for s in series):
             panels.append(
                 Panel("optimizer step", "gradient norm", series, title=arm, log_y=True, lines=curve["transitions"])

@@ -43,12 +43,7 @@ def picture(chart: Chart) -> Figure:
 
 def _plot(axes: Any, series: Series) -> None:
     y = [float("nan") if v is None else v for v in series.y]
-    error = None
-    if series.low is not None and series.high is not None:
-        error = [
-            [v - a for v, a in zip(y, series.low, strict=True)],
-            [b - v for v, b in zip(y, series.high, strict=True)],
-        ]
+    error = series.whiskers()
     if series.kind == "bar":
         axes.bar(
             series.x,
@@ -94,9 +89,8 @@ def interactive(chart: Chart) -> dict[str, Any]:
 
 def _trace(series: Series) -> dict[str, Any]:
     trace: dict[str, Any] = {"name": series.label, "x": series.x, "y": series.y}
-    if series.low is not None and series.high is not None:
-        up = [b - v for v, b in zip(series.y, series.high, strict=True)]
-        down = [v - a for v, a in zip(series.y, series.low, strict=True)]
+    if whiskers := series.whiskers():
+        down, up = whiskers
         trace["error_y"] = {"type": "data", "symmetric": False, "array": up, "arrayminus": down, "thickness": 1}
     if series.kind == "bar":
         return trace | {"type": "bar", "marker": {"color": series.colour}, "width": series.width}

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import importlib.metadata
-import shutil
-import tempfile
 from pathlib import Path
 
 import torch
 
-from depthgrow.files import UserError, cache_root, require_space, sha256_file, unknown, write_json
+from depthgrow.files import UserError, cache_root, require_space, sha256_file, unknown, whole_folder, write_json
 
 LAPTOP = Path(__file__).parent.parent / "assets" / "laptop-teacher"
 
@@ -78,8 +76,7 @@ def prepare_smollm2() -> Path:
         path.parent, gguf_file=path.name, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True)
     )
     tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
-    scratch = Path(tempfile.mkdtemp(dir=target.parent, prefix=".partial-"))
-    try:
+    with whole_folder(target) as scratch:
         model.save_pretrained(scratch)
         tokenizer.save_pretrained(scratch)
         write_json(
@@ -92,8 +89,4 @@ def prepare_smollm2() -> Path:
                 "sha256": SMOLLM2_SHA256,
             },
         )
-        shutil.rmtree(target, ignore_errors=True)
-        scratch.rename(target)
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
     return target
