@@ -5,6 +5,7 @@
 One phase (the arm's last) is trained from the same weights, one way after the other, in turn; medians over the repeats:
 
     ours, cached / live     `depthgrow.trainer.run_phase`, teacher targets from a warm cache / computed at every step
+    ours, compiled          from the cache, with `train.compile`; compiling itself is not counted
     plain, live / cached    a plain Hugging Face loop (see loops.py) / the same given our cached hidden states
     liger, live / cached    the same with Liger's chunked loss, where it is installed
     trl, live               TRL's GKD trainer, where it is installed; it has no CE term: ours is repeated at alpha 1, gamma 0
@@ -34,11 +35,12 @@ def main() -> None:
     changes = short(options.steps) | {"arms": [options.arm], "train.threads": options.threads}
     study, prepared = ready(options.recipe, **changes | {"teacher.targets": "hidden"})
     live_study, live_prepared = ready(options.recipe, **changes | {"teacher.targets": "live"})
-    node = last_node(study, prepared)
+    node, compiled = last_node(study, prepared), override(study, {"train.compile": True})
     torch.set_num_threads(options.threads)
     ways = {
         "ours, cached": lambda: timed_phase(study, prepared, node),
         "ours, live": lambda: timed_phase(live_study, live_prepared, node),
+        "ours, compiled": lambda: timed_phase(study, prepared, last_node(compiled, prepared)),
     }
     peers = options.peers.split(",")
     for name, package in (("plain", "torch"), ("liger", "liger_kernel")):
