@@ -49,7 +49,7 @@ def arguments(doc: str, **defaults: Any) -> argparse.Namespace:
 
 def ready(recipe: str, **changes: Any) -> tuple[Study, Prepared]:
     """A recipe shortened to one phase without evaluations in between, its teacher, text and filled cache."""
-    fixed = {"train.log_every": WARM, "data.held_out_documents": 16, "seeds": 1}
+    fixed = {"train.log_every": WARM, "data.held_out_documents": 16, "seeds": 1, "train.compile": False}
     study = override(load_recipe(recipe), fixed | changes)
     prepared = prepare(study, Quiet())
     prepared.fill(study, Quiet(), Quiet())

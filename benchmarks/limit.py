@@ -26,7 +26,7 @@ from depthgrow.trainer import run_phase, step_work
 PARTS = {
     "matrix products": ("aten::mm", "aten::addmm", "aten::bmm"),
     "attention": ("scaled_dot_product",),
-    "optimizer": ("adamw", "Optimizer", "foreach", "linalg_vector_norm"),
+    "optimizer": ("adamw", "Optimizer", "foreach"),
     "softmax, cross-entropy, KL": ("softmax", "aten::exp", "amax", "gather", "scatter", "xlogy"),
     "element-wise (norms, rotary, SwiGLU, residual)": (
         "aten::mul",
@@ -40,6 +40,10 @@ PARTS = {
         "aten::neg",
         "silu",
         "rms_norm",
+        "vector_norm",
+        "UnitRMS",
+        "addcmul",
+        "aten::roll",
         "aten::cat",
     ),
     "copies, allocation, views": (

@@ -12,11 +12,15 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from conftest import tensors_equal
 from depthgrow import cli
 from depthgrow.checkpoint import latest_checkpoint
 from depthgrow.cli import main
+from depthgrow.files import UserError
+from depthgrow.runtime import pick_device
+from depthgrow.trainer import TrainConfig
 
 REPOSITORY = Path(__file__).parent.parent
 
@@ -270,3 +274,23 @@ def test_a_rank_that_leaves_the_telling_to_rank_0_lets_it_end_first(monkeypatch,
         assert bool(slept) is silent
         assert ("no-such-recipe" in capsys.readouterr().err) is not silent
         slept.clear()
+
+
+def test_compiling_is_asked_for_in_one_of_three_words(capsys):
+    assert main(["plan", "debug", "--train.compile", "maybe"]) == 2
+    assert "unknown train.compile 'maybe' (known: auto, false, true)" in capsys.readouterr().err
+    assert [TrainConfig(compile=value).compile for value in (True, False, "True", "auto")] == [
+        "true",
+        "false",
+        "true",
+        "auto",
+    ]
+
+
+def test_a_rank_beyond_the_gpus_speaks_for_itself(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    for local, own in (("2", False), ("1", None)):
+        monkeypatch.setenv("LOCAL_RANK", local)
+        with pytest.raises(UserError, match=f"cuda:{local}") as caught:
+            pick_device("cuda")
+        assert caught.value.told_elsewhere is own

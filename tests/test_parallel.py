@@ -14,11 +14,11 @@ import torch
 import yaml
 
 from conftest import StopAt
-from depthgrow import trainer
+from depthgrow import parallel, trainer
 from depthgrow.checkpoint import latest_checkpoint
 from depthgrow.config import fields_of
 from depthgrow.curriculum import DataPosition
-from depthgrow.files import read_json
+from depthgrow.files import UserError, read_json
 from depthgrow.metrics import read_metrics
 from depthgrow.parallel import share
 from depthgrow.runner import prepare, run_study
@@ -35,12 +35,11 @@ def recipe(study, folder):
     return str(path)
 
 
-def launch(ranks, *arguments):
+def launch(ranks, *arguments, environment=None):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
     return subprocess.Popen(
         [*command, "-m", "depthgrow", *arguments],
-        env=environment,
+        env=os.environ | {"OMP_NUM_THREADS": "1"} | (environment or {}),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -205,13 +204,15 @@ def test_ranks_see_each_document_once_and_as_many_micro_batches(mini, silent, ne
         assert sum(m.num_targets for part in parts for m in part) == sum(batches.lengths(position))
 
 
+LONG = parallel.COMPILE_SECONDS / 6
+
+
 @pytest.mark.parametrize(
-    ("plain", "compiled", "pays"), [(200.0, 150.0, True), (200.0, 210.0, False), (50.0, 1.0, False)]
+    ("plain", "compiled", "pays"), [(2 * LONG, LONG, True), (LONG, 2 * LONG, False), (0.9 * LONG, 0.1, False)]
 )
 def test_layers_are_compiled_where_a_long_phase_measures_faster(
     mini, tmp_path, silent, never, monkeypatch, plain, compiled, pays
 ):
-    """Six steps of 200 s are more than COMPILE_FROM, six of 50 s are not."""
     compiling, running = [], []
 
     def compile_stub(forward, dynamic):
@@ -219,46 +220,68 @@ def test_layers_are_compiled_where_a_long_phase_measures_faster(
         return lambda *a: running.append(1) or forward(*a)
 
     def seconds(loop, passes):
-        real(loop, 1)  # the passes themselves are made: they must leave no trace
+        assert real(loop, 1) > 0  # the passes themselves are made: they must leave no trace
         return compiled if "forward" in loop.student.layers[0].__dict__ else plain
 
     real = trainer._Loop._seconds_a_step
     study = replace(mini, arms=("pre-joint",))
-    run_study(
-        replace(study, train=replace(study.train, compile=False)), tmp_path / "plain", stop=never, listener=silent
-    )
+    never_compiled = replace(study, train=replace(study.train, compile=False))
+    run_study(never_compiled, tmp_path / "plain", stop=never, listener=silent)
     monkeypatch.setattr(torch, "compile", compile_stub)
+    monkeypatch.setattr(parallel, "COMPILE_STEPS", 6)
     monkeypatch.setattr(trainer._Loop, "_seconds_a_step", seconds)
     run_study(study, tmp_path / "auto", stop=never, listener=silent)
     (node,) = (tmp_path / "auto" / "nodes").iterdir()
-    assert len(compiling) == (3 if plain * 6 >= trainer.COMPILE_FROM else 0)
+    assert len(compiling) == (3 if plain >= LONG else 0)
     assert read_json(node / "environment.json")["compiled"] is pays
     assert (len(running) > 3 * 6) is pays  # every step runs them, not the measurement alone
-    assert any("layers compiled (150.00 s a step against 200.00 s)" in note for note in silent.notes) is pays
+    told = f"layers compiled ({compiled:.2f} s a step against {plain:.2f} s)"
+    assert any(told in note for note in silent.notes) is pays
     assert_same(tmp_path / "plain", tmp_path / "auto", 0.0)
 
 
-def test_a_resumed_phase_keeps_to_compiled_layers_and_a_failed_compiler_is_told(
+def test_a_phase_of_few_steps_is_not_measured(mini, tmp_path, silent, never, monkeypatch):
+    monkeypatch.setattr(trainer._Loop, "_seconds_a_step", lambda loop, passes: pytest.fail("measured"))
+    run_study(replace(mini, arms=("pre-joint",)), tmp_path / "s", stop=never, listener=silent)
+
+
+def test_a_resumed_phase_keeps_to_compiled_layers_unless_the_compiler_is_gone(
     mini, tmp_path, silent, never, monkeypatch
 ):
-    study, asked, compiling = replace(mini, arms=("pre-joint",)), [], []
-    monkeypatch.setattr(trainer, "COMPILE_FROM", 0.0)
-    monkeypatch.setattr(torch, "compile", lambda forward, dynamic: compiling.append(1) or forward)
-    monkeypatch.setattr(trainer._Loop, "_seconds_a_step", lambda loop, passes: asked.append(passes) or 1.0 / passes)
-    with pytest.raises(Stopped):
-        run_study(study, tmp_path / "s", stop=StopAt(3), listener=silent)
-    assert (len(asked), len(compiling)) == (3, 3)
-    run_study(study, tmp_path / "s", stop=never, listener=silent)
-    assert (len(asked), len(compiling)) == (3, 6)
-
     def no_compiler(forward, dynamic):
         raise RuntimeError("no C++ compiler")
 
+    study, asked, compiling = replace(mini, arms=("pre-joint",)), [], []
+    monkeypatch.setattr(parallel, "COMPILE_SECONDS", 0.0)
+    monkeypatch.setattr(parallel, "COMPILE_STEPS", 0)
+    monkeypatch.setattr(torch, "compile", lambda forward, dynamic: compiling.append(1) or forward)
+    monkeypatch.setattr(trainer._Loop, "_seconds_a_step", lambda loop, passes: asked.append(passes) or 1.0 / passes)
+    for name in ("s", "t"):
+        with pytest.raises(Stopped):
+            run_study(study, tmp_path / name, stop=StopAt(3), listener=silent)
+    assert (asked, len(compiling)) == ([1, 2, 2, 3] * 2, 6)
+    run_study(study, tmp_path / "s", stop=never, listener=silent)
+    assert (asked[8:], len(compiling)) == ([1], 9)  # tried, not measured
     monkeypatch.setattr(torch, "compile", no_compiler)
-    with pytest.raises(RuntimeError, match="no C"):  # asked for, it is an error
-        run_study(replace(study, train=replace(study.train, compile=True)), tmp_path / "t", stop=never, listener=silent)
-    run_study(study, tmp_path / "u", stop=never, listener=silent)
-    assert any("not compiled (torch.compile failed: no C++ compiler)" in note for note in silent.notes)
+    for name in ("t", "u"):  # begun with a compiler; begun without
+        silent.notes.clear()
+        run_study(study, tmp_path / name, stop=never, listener=silent)
+        assert any("not compiled (torch.compile failed: no C++ compiler)" in note for note in silent.notes)
+        (node,) = (tmp_path / name / "nodes").iterdir()
+        assert read_json(node / "environment.json")["compiled"] is False
+    with pytest.raises(UserError, match=r"no C.* run again with --train.compile false"):  # asked for, it is an error
+        run_study(replace(study, train=replace(study.train, compile=True)), tmp_path / "v", stop=never, listener=silent)
+
+
+def test_a_failing_compiler_ends_all_ranks_in_words(mini, tmp_path):
+    """Layers that failed inside FSDP's hooks stay gathered, and an optimizer made of them would train nothing."""
+    arguments = ("train", recipe(mini, tmp_path), "--arm", "pre-joint", "--out", str(tmp_path / "s"))
+    nowhere = {"CXX": "/nowhere/c++", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor")}
+    process = launch(2, *arguments, "--train.compile", "true", environment=nowhere)
+    output, _ = process.communicate(timeout=200)
+    assert process.returncode != 0
+    assert "torch.compile failed" in output
+    assert "run again with --train.compile false" in output
 
 
 @pytest.mark.parametrize("option", ["recompute", pytest.param("compile", marks=pytest.mark.slow)])

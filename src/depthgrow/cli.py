@@ -32,25 +32,17 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _parser() -> _Parser:
-    parser = _Parser(
-        prog="depthgrow",
-        description=__doc__,
-        epilog=EPILOG,
-        allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    style: dict[str, Any] = {
+        "epilog": EPILOG,
+        "allow_abbrev": False,
+        "formatter_class": argparse.RawDescriptionHelpFormatter,
+    }
+    parser = _Parser(prog="depthgrow", description=__doc__, **style)
     parser.add_argument("--version", action="version", version=f"depthgrow {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_Parser)
 
     def command(name: str, text: str) -> argparse.ArgumentParser:
-        return commands.add_parser(
-            name,
-            help=text,
-            description=text,
-            epilog=EPILOG,
-            allow_abbrev=False,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-        )
+        return commands.add_parser(name, help=text, description=text, **style)
 
     for name, text in (
         ("study", "run what is missing of a study's tree, then write its report"),
@@ -140,14 +132,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run() -> NoReturn:
-    code = main()
-    if "RANK" in os.environ:
-        # gloo's threads outlive the process group while anything still refers to it, and one that lets go of a tensor
-        # during the interpreter's own shutdown aborts the process: a rank leaves without that shutdown
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-    sys.exit(code)
+    if "RANK" not in os.environ:
+        sys.exit(main())
+    try:
+        code = main()
+    except Exception:
+        traceback.print_exc()
+        code = OUR_FAULT
+    # gloo's threads outlive the process group while anything still refers to it, and one that lets go of a tensor
+    # during the interpreter's own shutdown aborts the process: a rank leaves without that shutdown
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def _run(options: argparse.Namespace, rest: list[str]) -> int:

@@ -13,6 +13,7 @@ import math
 import os
 import shutil
 import tempfile
+import uuid
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -66,12 +67,12 @@ def whole_folder(final: Path, *, replace: bool = True) -> Iterator[Path]:
         replace: a folder that is there already makes way; otherwise only an empty one does.
     """
     final.parent.mkdir(parents=True, exist_ok=True)
-    scratch = Path(tempfile.mkdtemp(dir=final.parent, prefix=".partial-"))
+    scratch = final.with_name(f".partial-{uuid.uuid4().hex}")
+    scratch.mkdir()
     try:
         yield scratch
-        if replace:
-            shutil.rmtree(final, ignore_errors=True)
-        scratch.chmod(0o755)
+        if replace and final.exists():
+            shutil.rmtree(final)
         scratch.rename(final)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
@@ -122,6 +123,11 @@ def locked(path: Path, in_use: str | None = None) -> Iterator[None]:
         yield
 
 
+def start_step(node: Path) -> int:
+    """The step that an unfinished node's folder goes on from; 0 where it has no checkpoint."""
+    return max((int(p.name.removeprefix("step-")) for p in node.glob("checkpoints/step-*")), default=0)
+
+
 def read_study(root: Path) -> Any:
     """The record ``study.json`` of a study folder.
 
@@ -136,10 +142,17 @@ def read_study(root: Path) -> Any:
     return record
 
 
+def free_space(folder: Path) -> int:
+    """Free bytes where ``folder`` is, or would be made."""
+    while not folder.exists():
+        folder = folder.parent
+    return shutil.disk_usage(folder).free
+
+
 def require_space(folder: Path, num_bytes: int, what: str) -> None:
     """Refuse before writing what would not fit (5 % and 64 MiB are left free)."""
     folder.mkdir(parents=True, exist_ok=True)
-    free = shutil.disk_usage(folder).free
+    free = free_space(folder)
     if num_bytes * 1.05 + 2**26 > free:
         raise UserError(
             f"{what} needs {num_bytes / 2**30:.2f} GiB but {folder} has {free / 2**30:.2f} GiB free; "

@@ -9,6 +9,7 @@ averaged, since the loss is already divided by the global batch's tokens.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -27,6 +28,8 @@ from depthgrow.files import UserError
 
 T = TypeVar("T")
 
+# of a phase, for compiling to repay itself: it takes up to one minute and gains about a tenth (docs/performance.md)
+COMPILE_SECONDS, COMPILE_STEPS = 600.0, 100
 KEEP_GATHERED = 16 * 2**30  # bytes of a whole student's weights
 
 
@@ -130,6 +133,55 @@ def set_layers(student: Any, *, recompute: bool, compiled: bool) -> None:
             layer.forward = torch.compile(layer.forward, dynamic=True)
         if recompute:
             layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+
+
+def settle_layers(
+    student: Any,
+    compiled: str,
+    begun: bool | None,
+    steps: int,
+    seconds_a_step: Callable[[int], float],
+    *,
+    recompute: bool,
+    tell: Callable[[str], None],
+) -> bool:
+    """Settle whether a student's layers run compiled for a phase of ``steps``; returns it.
+
+    Args:
+        compiled: 'true', 'false', or 'auto': where a long phase measures faster with it, on this machine.
+        begun: what was settled when the phase began, if it did: 'auto' keeps to it.
+        seconds_a_step: the fastest of so many forward and backward passes, the same on all ranks.
+
+    Raises:
+        UserError: the compiler fails where it was asked for, or on a rank: its sharded layers cannot be used any more.
+    """
+    set_layers(student, recompute=recompute, compiled=False)
+    if compiled == "false" or (compiled == "auto" and begun is False):
+        return False
+    plain = math.inf
+    if compiled == "auto" and begun is None:
+        # the first pass is a cold one: too slow to say yes by, not to say no
+        if steps < COMPILE_STEPS or any(seconds_a_step(passes) * steps < COMPILE_SECONDS for passes in (1, 2)):
+            return False
+        plain = seconds_a_step(2)
+    try:
+        set_layers(student, recompute=recompute, compiled=True)
+        seconds = seconds_a_step(1 if plain == math.inf else 3)
+    except Exception as error:
+        reason = f"torch.compile failed: {' '.join(str(error).split())[:160]}"
+        if compiled == "true" or sharded():
+            problem = UserError(f"{reason}; run again with --train.compile false")
+            problem.told_elsewhere = False
+            raise problem from error
+        tell(f"layers not compiled ({reason})")
+        pays = False
+    else:
+        pays = seconds < plain
+        if plain < math.inf:
+            tell(f"layers {'' if pays else 'not '}compiled ({seconds:.2f} s a step against {plain:.2f} s)")
+    if not pays:
+        set_layers(student, recompute=recompute, compiled=False)
+    return pays
 
 
 def spread(student: Any, device: torch.device) -> None:

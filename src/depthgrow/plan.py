@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from transformers import AutoConfig
 from depthgrow.architecture import Architecture
 from depthgrow.config import fields_of, from_dict, to_dict
 from depthgrow.curriculum import data_start
-from depthgrow.files import UserError, cache_root
+from depthgrow.files import UserError, cache_root, free_space
 from depthgrow.ledger import Flops
 from depthgrow.runtime import torch_dtype
 from depthgrow.study import Facts, Study, parse_arm, plan_tree
@@ -182,14 +181,14 @@ def plan(study: Study, *, as_json: bool) -> int:
     bytes_ = content["memory_bytes"]
     parts = ", ".join(f"{k.replace('_', ' ')} {v / 2**30:.2f} GiB" for k, v in bytes_.items())
     console.print(f"memory (without activations): {parts}")
-    root = _existing(Path(study.teacher.cache_dir) if study.teacher.cache_dir else cache_root())
+    root = Path(study.teacher.cache_dir) if study.teacher.cache_dir else cache_root()
     hidden, top = (content["teacher_cache_bytes"][name] for name in ("hidden", "topk"))
     picked = study.teacher.targets
     if picked == "auto":
         picked = f"auto: {'live' if pick_live(hidden, root)[0] else 'hidden'}"
     console.print(
         f"teacher targets: {picked}; on disk hidden states take {hidden / 2**30:.2f} GiB, the top {study.teacher.top} "
-        f"{top / 2**30:.2f} GiB, live none; free {shutil.disk_usage(root).free / 2**30:.0f} GiB"
+        f"{top / 2**30:.2f} GiB, live none; free {free_space(root) / 2**30:.0f} GiB"
     )
     console.print("options:")
     for name, value in content["fields"].items():
@@ -203,7 +202,3 @@ def _short(count: float) -> str:
         if count >= size:
             return f"{count / size:.3f}{unit}"
     return str(count)
-
-
-def _existing(path: Any) -> Any:
-    return path if path.exists() else _existing(path.parent)

@@ -19,15 +19,7 @@ from depthgrow.curriculum import Phase
 from depthgrow.data.batches import Batches
 from depthgrow.data.classes import TokenClasses
 from depthgrow.data.documents import open_corpus
-from depthgrow.data.tokens import (
-    DataConfig,
-    TokenizedDocuments,
-    TokenSet,
-    interleave,
-    is_held_out,
-    prepare_tokens,
-    shuffled,
-)
+from depthgrow.data.tokens import DataConfig, TokenSet, interleave, is_held_out, prepare_tokens, shuffled
 from depthgrow.evaluate import evaluate_model
 from depthgrow.export.hf import save_hf
 from depthgrow.files import UserError, cache_root, locked, read_json, whole_folder, write_json
@@ -161,7 +153,8 @@ def _export(config: Pretrain, run: PhaseRun, materials: Materials, tokens: Token
     load_weights(student, checkpoint.weights(), checkpoint.path)
     save_hf(student, tokenizer, out / "model", dtype=torch.bfloat16)
     done = read_json(out / "run" / "done.json")
-    held_out = evaluate_folder(out / "model", tokens.held_out, config.train)
+    exported = LiveTeacher.load(out / "model", torch.float32, pick_device(config.train.device))
+    held_out = evaluate_model(exported, tokens.held_out, micro_tokens=config.train.micro_tokens).summary()
     write_json(
         out / "model" / "provenance.json",
         {
@@ -183,10 +176,3 @@ def _export(config: Pretrain, run: PhaseRun, materials: Materials, tokens: Token
             "environment": environment(torch.device("cpu")),
         },
     )
-
-
-def evaluate_folder(model: Path, held_out: TokenizedDocuments, train: TrainConfig) -> dict[str, float]:
-    """CE of a Hugging Face folder on tokenized documents, in float32."""
-    device = pick_device(train.device)
-    teacher = LiveTeacher.load(model, torch.float32, device)
-    return evaluate_model(teacher, held_out, micro_tokens=train.micro_tokens).summary()

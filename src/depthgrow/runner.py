@@ -23,7 +23,7 @@ from depthgrow.config import to_dict
 from depthgrow.data.batches import Batches, MicroBatch
 from depthgrow.data.tokens import TokenSet, prepare_tokens
 from depthgrow.evaluate import Evaluation, evaluate
-from depthgrow.files import UserError, cache_root, read_json, write_json
+from depthgrow.files import UserError, cache_root, read_json, start_step, write_json
 from depthgrow.head_loss import TeacherTargets, TopTargets
 from depthgrow.ledger import Flops
 from depthgrow.metrics import event_writer
@@ -208,7 +208,7 @@ def _work(workspace: Workspace, node: Node, arch: Architecture) -> Work:
     flops = Flops.of(arch)
     layers = node.run.phase.active * node.run.student.layers_per_block
     cost = 3 * layers + 4 * flops.head_per_token / flops.layer_per_token
-    return Work(cost, workspace.start_step(node.key), node.run.phase.steps)
+    return Work(cost, start_step(workspace.node(node.key)), node.run.phase.steps)
 
 
 def _run_node(

@@ -40,7 +40,10 @@ def pick_device(name: str) -> torch.device:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
         first_line = str(error).splitlines()[0]
-        raise UserError(f"device {name!r} cannot be used ({first_line}); try --train.device auto") from None
+        problem = UserError(f"device {name!r} cannot be used ({first_line}); try --train.device auto")
+        if 0 < torch.cuda.device_count() <= int(local or 0):
+            problem.told_elsewhere = False  # a rank more than there are GPUs: the others have none to tell
+        raise problem from None
     return device
 
 

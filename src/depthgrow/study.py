@@ -277,11 +277,6 @@ class Workspace:
     def node(self, key: str) -> Path:
         return self.root / "nodes" / key
 
-    def start_step(self, key: str) -> int:
-        """The step an unfinished node goes on from."""
-        steps = sorted(self.node(key).glob("checkpoints/step-*"))
-        return int(steps[-1].name.removeprefix("step-")) if steps else 0
-
     def is_done(self, key: str) -> bool:
         return (self.node(key) / "done.json").exists()
 

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import math
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,7 +25,7 @@ from depthgrow.data.classes import TokenClasses
 from depthgrow.data.tokens import TokenizedDocuments
 from depthgrow.diagnostics import diagnose
 from depthgrow.evaluate import Evaluation, Targets, evaluate
-from depthgrow.files import UserError, read_json, write_json
+from depthgrow.files import UserError, read_json, unknown, write_json
 from depthgrow.head_loss import ObjectiveConfig, TeacherTargets, TopTargets
 from depthgrow.ledger import Flops, causal_pairs
 from depthgrow.metrics import MetricsLog, read_metrics
@@ -37,7 +36,7 @@ from depthgrow.parallel import (
     on_first,
     own_part,
     rank,
-    set_layers,
+    settle_layers,
     spread,
     sum_ranks,
     whole,
@@ -45,8 +44,6 @@ from depthgrow.parallel import (
 )
 from depthgrow.runtime import Listener, Stop, Stopped, environment, pick_device, torch_dtype
 from depthgrow.student import PLACEMENTS, Student, StudentConfig
-
-COMPILE_FROM = 600.0  # seconds: compiling takes up to one minute and gains about a tenth (docs/performance.md)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,8 +53,8 @@ class TrainConfig:
     micro_tokens: most tokens (padding inside attention included) of one forward pass; dtype: of the matrix products
     (weights, moments and sums stay float32). tensorboard: event files in every node's folder. threads: CPU threads of one
     phase; jobs: phases run side by side (0: as many as the CPU's cores allow, one on a GPU or under torchrun). recompute:
-    layers run again in the backward pass instead of keeping what it needs; compile: `torch.compile` each layer, 'auto' where
-    a phase of `COMPILE_FROM` seconds or more measures faster with it.
+    layers run again in the backward pass instead of keeping what it needs; compile: `torch.compile` each layer: 'true',
+    'false', or 'auto', where a phase of ten minutes or more measures faster with it.
     """
 
     steps_per_phase: int = 50_000
@@ -72,7 +69,7 @@ class TrainConfig:
     threads: int = 1
     jobs: int = 0
     recompute: bool = False
-    compile: bool | Literal["auto"] = "auto"
+    compile: str | bool = "auto"
 
     def __post_init__(self) -> None:
         for name in (
@@ -87,6 +84,9 @@ class TrainConfig:
             if getattr(self, name) < 1:
                 raise UserError(f"train.{name}={getattr(self, name)} must be at least 1")
         torch_dtype(self.dtype)
+        object.__setattr__(self, "compile", str(self.compile).lower())
+        if self.compile not in ("auto", "true", "false"):
+            raise unknown("train.compile", str(self.compile), ("auto", "true", "false"))
         if self.jobs < 0:
             raise UserError(f"train.jobs={self.jobs} must be at least 0 (0: as many as the cores allow)")
 
@@ -233,7 +233,17 @@ class _Loop:
             load_weights(self.student, origin.weights(), origin.path)
         spread(self.student, self.device)
         self._start = data_start(run.phases, len(run.phases) - 1)
-        compiled = self._settle_layers(resumed=newest is not None)
+        made = folder / "environment.json"
+        begun = None if newest is None else on_first(lambda: read_json(made).get("compiled", False))
+        compiled = settle_layers(
+            self.student,
+            str(self.train.compile),
+            begun,
+            run.phase.steps,
+            self._seconds_a_step,
+            recompute=self.train.recompute,
+            tell=lambda text: listener.note(f"{run.label}: {text}"),
+        )
         self.optimizer = NamedAdamW(self.student.named_parameters(), run.optim, self.student.part_of)
         if origin is not None and (newest is not None or not run.phase.reset_optimizer):
             self.optimizer.load_state(origin.optimizer())
@@ -254,29 +264,6 @@ class _Loop:
         self._since, self._waited = self._clock, 0.0
         self._reader = ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(self.train.threads,))
         self._next: Future[list[tuple[MicroBatch, TeacherTargets | TopTargets | None]]] | None = None
-
-    def _settle_layers(self, resumed: bool) -> bool:
-        """Whether layers are compiled: as the config says, as the phase began, or where measuring finds that it pays."""
-        wanted, options = self.train.compile, {"recompute": self.train.recompute}
-        if wanted == "auto" and resumed:
-            wanted = on_first(lambda: bool(read_json(self.folder / "environment.json").get("compiled")))
-        set_layers(self.student, compiled=wanted is True, **options)
-        if wanted != "auto":
-            return wanted
-        if self._seconds_a_step(1) * self.run.phase.steps < COMPILE_FROM:
-            return False
-        plain = self._seconds_a_step(3)
-        try:
-            set_layers(self.student, compiled=True, **options)
-            compiled = self._seconds_a_step(4)
-            found = f"{compiled:.2f} s a step against {plain:.2f} s"
-        except Exception as error:  # whatever the compiler lacks, the layers run without it
-            compiled, found = math.inf, f"torch.compile failed: {' '.join(str(error).split())[:160]}"
-        pays = not any_rank(compiled >= plain)
-        self.listener.note(f"{self.run.label}: layers {'' if pays else 'not '}compiled ({found})")
-        if not pays:
-            set_layers(self.student, compiled=False, **options)
-        return pays
 
     def _seconds_a_step(self, passes: int) -> float:
         """The fastest of so many passes of the first batch on the first rank; the optimizer, made next, drops gradients."""

@@ -131,17 +131,11 @@ def across_seeds(summary: dict[str, Any]) -> Table:
 
 def controls(summary: dict[str, Any]) -> Table:
     arms = summary["arms"]
-    rows = [
-        [
-            row["arm"],
-            _compared(arms[row["arm"]]["ce"], ".4f"),
-            shown(arms[row["arm"]]["paper_ce"]),
-            _compared(row),
-            _seeds(row),
-            shown(row["paper"], "+.4f"),
-        ]
-        for row in summary["controls"]
-    ]
+    rows = []
+    for row in summary["controls"]:
+        ours = arms[row["arm"]]
+        cells = [_compared(ours["ce"], ".4f"), shown(ours["paper_ce"]), _compared(row), _seeds(row)]
+        rows.append([row["arm"], *cells, shown(row["paper"], "+.4f")])
     return _table("controls", rows)
 
 
@@ -187,19 +181,9 @@ def quantities(summary: dict[str, Any]) -> Table:
     ]
     held_out = summary["teacher"].get("held_out")
     if held_out:
-        rows.append(
-            [
-                "teacher",
-                str(summary["teacher"]["architecture"]["num_layers"]),
-                MISSING,
-                shown(held_out["ce"]),
-                MISSING,
-                MISSING,
-                MISSING,
-                shown(held_out["ppl"], ".2f"),
-                f"{summary['teacher']['parameters']:,} (frozen)",
-            ]
-        )
+        layers, count = summary["teacher"]["architecture"]["num_layers"], summary["teacher"]["parameters"]
+        values = [shown(held_out["ce"]), MISSING, MISSING, MISSING, shown(held_out["ppl"], ".2f")]
+        rows.append(["teacher", str(layers), MISSING, *values, f"{count:,} (frozen)"])
     return _table("quantities", rows)
 
 
@@ -241,11 +225,7 @@ def boundary_scale(summary: dict[str, Any]) -> Table:
         for phase in phases:
             for row in phase["blocks"]:
                 scale = row["rms"]["all"]
-                shape = [
-                    shown(scale.get("mean"), ".3f"),
-                    shown(scale.get("std"), ".3f"),
-                    shown(scale.get("kurtosis"), ".1f"),
-                ]
+                shape = [shown(scale.get(k), f) for k, f in (("mean", ".3f"), ("std", ".3f"), ("kurtosis", ".1f"))]
                 classes = [shown(row["rms"][kind].get("mean"), ".3f") for kind in CLASSES]
                 rows.append([arm, str(phase["phase"]), str(row["block"]), *shape, *classes])
     return _table("boundary_scale", rows)
@@ -255,12 +235,9 @@ def outliers(summary: dict[str, Any]) -> Table:
     rows = [
         [
             arm,
-            str(row["block"]),
-            repr(t["text"]),
-            str(t["document"]),
-            str(t["position"]),
-            shown(t["rms"], ".1f"),
-            str(t["channel"]),
+            *map(
+                str, (row["block"], repr(t["text"]), t["document"], t["position"], shown(t["rms"], ".1f"), t["channel"])
+            ),
         ]
         for arm, phases in summary["diagnostics"].items()
         for row in phases[-1]["blocks"]

@@ -97,36 +97,23 @@ def _provenance(summary: dict[str, Any]) -> list[tuple[str, str]]:
     if teacher:
         made = teacher.get("provenance") or {}
         origin = made.get("command") or made.get("model") or "a model folder or hub name"
-        rows.append(
-            (
-                "teacher",
-                f"{teacher['source']}: {teacher['parameters']:,} parameters, fingerprint {teacher['fingerprint']}, {origin}",
-            )
-        )
+        facts = f"{teacher['parameters']:,} parameters, fingerprint {teacher['fingerprint']}, {origin}"
+        rows.append(("teacher", f"{teacher['source']}: {facts}"))
         rows.append(("teacher's held-out CE", f"{teacher['held_out']['ce']:.4f} nats per token"))
     rows += [("corpus", f"{c['name']}: {c['source']}; licence {c['licence']}") for c in data.get("corpora") or []]
     for name in ("train", "held_out"):
         if data.get(name):
             part = data[name]
-            rows.append(
-                (
-                    name.replace("_", "-") + " documents",
-                    f"{part['documents']:,}, {part['target_tokens']:,} target tokens, hash {part['content_hash']}",
-                )
-            )
+            facts = f"{part['documents']:,}, {part['target_tokens']:,} target tokens, hash {part['content_hash']}"
+            rows.append((name.replace("_", "-") + " documents", facts))
     if data.get("skipped_files"):
         skipped = data["skipped_files"]
         rows.append(("skipped files", f"{len(skipped)}: {'; '.join(skipped[:5])}"))
     if environment:
         versions = ", ".join(f"{k} {v}" for k, v in environment["versions"].items())
         rows.append(("software", f"Python {environment['python']}, {versions}"))
-        rows.append(
-            (
-                "machine",
-                f"{environment['processor']}, {environment['cpu_count']} cores, {environment['threads']} threads, "
-                f"{environment['platform']}, device {environment['device']}",
-            )
-        )
+        facts = f"{environment['processor']}, {environment['cpu_count']} cores, {environment['threads']} threads"
+        rows.append(("machine", f"{facts}, {environment['platform']}, device {environment['device']}"))
     rows.append(("training time", f"{summary['wall_seconds']:.0f} s over all distinct phases"))
     rows += [(f"nodes of {name}", ", ".join(keys)) for name, keys in summary["nodes"].items()]
     return rows

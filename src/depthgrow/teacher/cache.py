@@ -11,7 +11,6 @@ the rows against their checksum; the documents themselves are fixed by the conte
 from __future__ import annotations
 
 import os
-import shutil
 import zlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -28,7 +27,7 @@ from depthgrow.architecture import Architecture
 from depthgrow.config import fingerprint
 from depthgrow.data.batches import MicroBatch, group_by_length, pack
 from depthgrow.data.tokens import TokenizedDocuments
-from depthgrow.files import UserError, locked, read_json, require_space, write_json
+from depthgrow.files import UserError, free_space, locked, read_json, require_space, write_json
 from depthgrow.head_loss import TeacherTargets, TopTargets, top_targets
 from depthgrow.parallel import any_rank, first, max_ranks, on_first_held, rank, world
 from depthgrow.runtime import Stop, Stopped
@@ -194,8 +193,7 @@ def row_bytes(arch: Architecture, dtype: torch.dtype, top: int = 0) -> int:
 
 def pick_live(num_bytes: int, root: Path) -> tuple[bool, str]:
     """Whether a cache that still needs ``num_bytes`` is to be left out, and what to say about it."""
-    root.mkdir(parents=True, exist_ok=True)
-    free = shutil.disk_usage(root).free
+    free = free_space(root)
     sizes = f"{num_bytes / 2**30:.2f} GiB more of {free / 2**30:.0f} GiB free in {root}"
     if num_bytes <= free / 2:
         return False, f"teacher targets: hidden states, kept on disk ({sizes})"
