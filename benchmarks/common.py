@@ -100,7 +100,7 @@ def in_turn(ways: dict[str, Callable[[], dict[str, float]]], repeats: int) -> di
     return {name: {k: statistics.median(r[k] for r in runs) for k in runs[0]} for name, runs in found.items()}
 
 
-def best_seconds(action: Callable[[], Any], repeats: int) -> float:
+def median_seconds(action: Callable[[], Any], repeats: int) -> float:
     """The median time of ``action`` after one call that is not timed."""
     action()
     seconds = []

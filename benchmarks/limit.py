@@ -18,7 +18,7 @@ import torch
 import transformers
 from torch.profiler import ProfilerActivity, profile
 
-from common import Quiet, arguments, best_seconds, in_turn, last_node, ready, save, short, show, timed_phase
+from common import Quiet, arguments, in_turn, last_node, median_seconds, ready, save, short, show, timed_phase
 from depthgrow.curriculum import DataPosition
 from depthgrow.ledger import Flops, causal_pairs
 from depthgrow.trainer import run_phase, step_work
@@ -68,7 +68,7 @@ def product_seconds(shapes: list[tuple[int, int, int]], threads: int) -> tuple[f
         x, w, g = torch.randn(tokens, size_in), torch.randn(size_out, size_in), torch.randn(tokens, size_out)
         for product in (lambda x=x, w=w: x @ w.T, lambda g=g, w=w: g @ w, lambda g=g, x=x: g.T @ x):
             flops += 2 * tokens * size_in * size_out
-            seconds += best_seconds(product, 7)
+            seconds += median_seconds(product, 7)
     return flops, seconds
 
 

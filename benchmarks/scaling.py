@@ -20,7 +20,7 @@ import torch
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
-from common import arguments, best_seconds, save, show
+from common import arguments, median_seconds, save, show
 from depthgrow.architecture import Architecture
 from depthgrow.config import override
 from depthgrow.head_loss import ObjectiveConfig, TeacherTargets
@@ -53,7 +53,7 @@ def step_seconds(arch: Architecture, layers: int, lengths: list[int], repeats: i
         loss: Any = student.lm_head(student(ids_N, lengths), label_N, targets, ObjectiveConfig(), tokens)
         loss.loss.backward()
 
-    return best_seconds(step, repeats)
+    return median_seconds(step, repeats)
 
 
 def spread(factor: int, tokens: int) -> list[int]:

@@ -36,6 +36,7 @@ from depthgrow.parallel import (
     on_first,
     own_part,
     rank,
+    set_layers,
     settle_layers,
     spread,
     sum_ranks,
@@ -390,6 +391,7 @@ class _Loop:
     def finish(self) -> None:
         """Diagnostics, and the record that says the phase is done."""
         materials, student = self.materials, self.student
+        set_layers(student, recompute=False, compiled=False)  # a compiler would trace the hooks, once for every layer
         findings = diagnose(
             student,
             hidden_states(student, self.train, self.device),
