@@ -273,6 +273,17 @@ def test_a_resumed_phase_keeps_to_compiled_layers_unless_the_compiler_is_gone(
         run_study(replace(study, train=replace(study.train, compile=True)), tmp_path / "v", stop=never, listener=silent)
 
 
+@pytest.mark.slow
+def test_compiled_layers_on_two_ranks(mini, tmp_path, silent, never):
+    study = replace(mini, arms=("post-grow",))
+    run_study(study, tmp_path / "alone", stop=never, listener=silent)
+    arguments = ("train", recipe(study, tmp_path), "--arm", "post-grow", "--out", str(tmp_path / "s"))
+    run(2, *arguments, "--train.compile", "true")
+    assert_same(tmp_path / "alone", tmp_path / "s", 1e-6)
+    for node in (tmp_path / "s" / "nodes").iterdir():
+        assert read_json(node / "environment.json")["compiled"] is True
+
+
 def test_a_failing_compiler_ends_all_ranks_in_words(mini, tmp_path):
     """Layers that failed inside FSDP's hooks stay gathered, and an optimizer made of them would train nothing."""
     arguments = ("train", recipe(mini, tmp_path), "--arm", "pre-joint", "--out", str(tmp_path / "s"))
