@@ -110,7 +110,8 @@ class Layout:
 class _UnitRMS(torch.autograd.Function):
     """y = x r with r = 1 / sqrt(mean(x^2) + eps); dL/dx = r (g - y mean(g y)) for g = dL/dy.
 
-    For CPUs, where ``F.rms_norm`` is five operations and three tensors of x's size; with this a small step is 3 % faster (benchmarks/layer.py).
+    For CPUs, where ``F.rms_norm`` is five operations and three tensors of x's size: with this a small step is 3 % faster
+    (benchmarks/layer.py).
     """
 
     @staticmethod
