@@ -36,8 +36,9 @@ def picture(chart: Chart) -> Figure:
             axes.set_xticks(range(len(panel.ticks)), panel.ticks, rotation=20 if len(panel.ticks) > 4 else 0)
         elif 0 < len(known := {x for series in panel.series for x in series.x if x is not None}) <= 4:
             axes.set_xticks(sorted(known))
-        if len(panel.series) > 1:
-            axes.legend(frameon=False, fontsize=8)
+        labels = [series.label for series in panel.series]
+        if len(labels) > 1 and labels not in ([s.label for s in left.series] for left in chart.panels[:column]):
+            axes.legend(frameon=False, fontsize=8)  # one for panels that show the same
     return figure
 
 
