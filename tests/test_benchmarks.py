@@ -18,6 +18,7 @@ TOY = {
     "study.py": ["--recipe", "debug", "--steps", "8", "--repeats", "1"],
     "head.py": ["--tokens", "64", "--hidden", "16", "--vocab", "50,60", "--repeats", "1"],
     "scaling.py": ["--repeats", "1", "--tokens", "16"],
+    "layer.py": ["--recipe", "debug", "--steps", "2", "--rounds", "1"],
 }
 
 
@@ -33,6 +34,9 @@ def test_a_benchmark_prints_a_table_and_writes_its_figures(name, tmp_path):
     assert rows
     if name == "step.py":  # the other loop does the same work
         losses = [row["last_loss"] for row in rows.values()]
+        assert max(losses) - min(losses) < 1e-4
+    if name == "layer.py":
+        losses = [way["first_loss"] for way in rows["ways"].values()]
         assert max(losses) - min(losses) < 1e-4
 
 
