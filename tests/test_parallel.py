@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -255,13 +256,13 @@ def test_a_resumed_phase_keeps_to_compiled_layers_unless_the_compiler_is_gone(
     monkeypatch.setattr(parallel, "COMPILE_SECONDS", 0.0)
     monkeypatch.setattr(parallel, "COMPILE_STEPS", 0)
     monkeypatch.setattr(torch, "compile", lambda forward, dynamic: compiling.append(1) or forward)
-    monkeypatch.setattr(trainer._Loop, "_seconds_a_step", lambda loop, passes: asked.append(passes) or 1.0 / passes)
+    monkeypatch.setattr(trainer._Loop, "_seconds_a_step", lambda loop, passes: asked.append(passes) or 1 / len(asked))
     for name in ("s", "t"):
         with pytest.raises(Stopped):
             run_study(study, tmp_path / name, stop=StopAt(3), listener=silent)
-    assert (asked, len(compiling)) == ([1, 2, 2, 3] * 2, 6)
+    assert (asked, len(compiling)) == ([1, 3, 3] * 2, 6)
     run_study(study, tmp_path / "s", stop=never, listener=silent)
-    assert (asked[8:], len(compiling)) == ([1], 9)  # tried, not measured
+    assert (asked[6:], len(compiling)) == ([1], 9)  # tried, not measured
     monkeypatch.setattr(torch, "compile", no_compiler)
     for name in ("t", "u"):  # begun with a compiler; begun without
         silent.notes.clear()
@@ -271,6 +272,15 @@ def test_a_resumed_phase_keeps_to_compiled_layers_unless_the_compiler_is_gone(
         assert read_json(node / "environment.json")["compiled"] is False
     with pytest.raises(UserError, match=r"no C.* run again with --train.compile false"):  # asked for, it is an error
         run_study(replace(study, train=replace(study.train, compile=True)), tmp_path / "v", stop=never, listener=silent)
+
+
+def test_a_users_mistake_during_the_trial_is_not_laid_on_the_compiler():
+    def damaged(passes):
+        raise UserError("a file of the cache is damaged")
+
+    student = SimpleNamespace(layers=[])
+    with pytest.raises(UserError, match="^a file of the cache is damaged$"):
+        parallel.settle_layers(student, "true", None, 1000, damaged, recompute=False, tell=print)
 
 
 @pytest.mark.slow

@@ -160,13 +160,17 @@ def settle_layers(
         return False
     plain = math.inf
     if compiled == "auto" and begun is None:
-        # the first pass is a cold one: too slow to say yes by, not to say no
-        if steps < COMPILE_STEPS or any(seconds_a_step(passes) * steps < COMPILE_SECONDS for passes in (1, 2)):
+        if steps < COMPILE_STEPS:
             return False
-        plain = seconds_a_step(2)
+        for passes in (1, 3):  # the first is a cold one: too slow to say yes by, not to say no
+            plain = seconds_a_step(passes)
+            if plain * steps < COMPILE_SECONDS:
+                return False
     try:
         set_layers(student, recompute=recompute, compiled=True)
         seconds = seconds_a_step(1 if plain == math.inf else 3)
+    except UserError:
+        raise
     except Exception as error:
         reason = f"torch.compile failed: {' '.join(str(error).split())[:160]}"
         if compiled == "true" or sharded():
