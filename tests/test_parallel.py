@@ -279,7 +279,7 @@ def test_a_users_mistake_during_the_trial_is_not_laid_on_the_compiler():
         raise UserError("a file of the cache is damaged")
 
     student = SimpleNamespace(layers=[])
-    with pytest.raises(UserError, match="^a file of the cache is damaged$"):
+    with pytest.raises(UserError, match=r"^a file of the cache is damaged$"):
         parallel.settle_layers(student, "true", None, 1000, damaged, recompute=False, tell=print)
 
 
