@@ -125,7 +125,7 @@ def set_layers(student: Any, *, recompute: bool, compiled: bool) -> None:
 
     Args:
         recompute: layers keep their input only and run again in the backward pass (activation checkpointing).
-        compiled: by `torch.compile`; one graph serves all of them, whatever the number of tokens.
+        compiled: by `torch.compile`; layers share its graphs (one a kind of pass), whatever the number of tokens.
     """
     for layer in student.layers:
         layer.__dict__.pop("forward", None)  # that of its class again

@@ -232,17 +232,12 @@ def boundary_scale(summary: dict[str, Any]) -> Table:
 
 
 def outliers(summary: dict[str, Any]) -> Table:
-    rows = [
-        [
-            arm,
-            *map(
-                str, (row["block"], repr(t["text"]), t["document"], t["position"], shown(t["rms"], ".1f"), t["channel"])
-            ),
-        ]
-        for arm, phases in summary["diagnostics"].items()
-        for row in phases[-1]["blocks"]
-        for t in row["outliers"][:3]
-    ]
+    rows = []
+    for arm, phases in summary["diagnostics"].items():
+        for row in phases[-1]["blocks"]:
+            for t in row["outliers"][:3]:
+                token = [repr(t["text"]), str(t["document"]), str(t["position"])]
+                rows.append([arm, str(row["block"]), *token, shown(t["rms"], ".1f"), str(t["channel"])])
     return _table("outliers", rows)
 
 
