@@ -1,6 +1,6 @@
 """Ways of computing the same step that differ by a few per cent: which operations a layer is made of.
 
-    python benchmarks/layer.py [--recipe laptop] [--arm pre-joint] [--steps 10] [--rounds 15] [--threads 1]
+    python benchmarks/layer.py [--recipe laptop-deep] [--arm pre-joint] [--steps 10] [--rounds 15] [--threads 1]
 
 Every step is made in each way before the next step is, since a machine's speed drifts by more than what is looked for;
 times are the sums over steps of the median (and of the least) over rounds. All ways must give the same first loss.
@@ -39,7 +39,7 @@ def rotate_halves(layout: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 def main() -> None:
-    options = arguments(__doc__ or "", recipe="laptop", arm="pre-joint", steps=10, rounds=15, threads=1)
+    options = arguments(__doc__ or "", recipe="laptop-deep", arm="pre-joint", steps=10, rounds=15, threads=1)
     transformers.utils.logging.disable_progress_bar()
     study, prepared = ready(
         options.recipe, **short(options.steps, **{"arms": [options.arm], "train.threads": options.threads})

@@ -1,6 +1,6 @@
 """How near a training step is to what the machine's matrix products allow, and where the rest of its time goes.
 
-    python benchmarks/limit.py [--recipe laptop] [--arm pre-joint] [--steps 12] [--threads 1] [--repeats 15]
+    python benchmarks/limit.py [--recipe laptop-deep] [--arm pre-joint] [--steps 12] [--threads 1] [--repeats 15]
 
 The products of a step (forward, gradient of the input, gradient of the weight, of every linear map and of both heads) are
 timed alone, at the same shapes, in the same process; attention's products are counted in the step's FLOPs and taken at the
@@ -73,7 +73,7 @@ def product_seconds(shapes: list[tuple[int, int, int]], threads: int) -> tuple[f
 
 
 def main() -> None:
-    options = arguments(__doc__ or "", recipe="laptop", arm="pre-joint", steps=12, repeats=15, threads=1)
+    options = arguments(__doc__ or "", recipe="laptop-deep", arm="pre-joint", steps=12, repeats=15, threads=1)
     transformers.utils.logging.disable_progress_bar()
     study, prepared = ready(
         options.recipe, **short(options.steps, **{"arms": [options.arm], "train.threads": options.threads})

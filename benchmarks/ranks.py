@@ -1,6 +1,6 @@
 """What torchrun costs on one rank, and two ranks of one thread against one process of two.
 
-    python benchmarks/ranks.py [--recipe laptop] [--arm pre-joint] [--steps 24] [--repeats 3]
+    python benchmarks/ranks.py [--recipe laptop-deep] [--arm pre-joint] [--steps 24] [--repeats 3]
 
 Each measurement is a process of its own, torchrun's where it says ranks; two phases side by side, as a study runs them, are
 shown beside it. Speed is in target tokens per second of all processes together.
@@ -39,7 +39,7 @@ def measure(recipe: str, arm: str, steps: int, threads: int, ranks: int, beside:
 
 
 def main() -> None:
-    options = arguments(__doc__ or "", recipe="laptop", arm="pre-joint", steps=24, repeats=3)
+    options = arguments(__doc__ or "", recipe="laptop-deep", arm="pre-joint", steps=24, repeats=3)
     one = (options.recipe, options.arm, options.steps)
     measure(*one, threads=1, ranks=0)  # fills the caches
     ways = {

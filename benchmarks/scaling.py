@@ -96,7 +96,7 @@ def main() -> None:
         computed, named = [], []
         for n in counts:
             changes = {"arms": arms[:n]} if name == "arms" else {"seeds": n}
-            tree = plan_tree(override(load_recipe("laptop"), changes), Facts("t", ("s",), "h", "cpu"))
+            tree = plan_tree(override(load_recipe("laptop-deep"), changes), Facts("t", ("s",), "h", "cpu"))
             computed.append(sum(n.run.phase.active * n.run.phase.steps for n in tree.nodes.values()))
             named.append(sum(n.run.phase.active * n.run.phase.steps * len(n.users) for n in tree.nodes.values()))
         slopes = np.polyfit(np.log(counts), np.log(computed), 1)

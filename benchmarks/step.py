@@ -1,6 +1,6 @@
 """A training step against other people's loops on the same documents, to the same loss.
 
-    python benchmarks/step.py [--recipe laptop] [--arm pre-joint] [--steps 24] [--repeats 3] [--peers plain,liger,trl]
+    python benchmarks/step.py [--recipe laptop-deep] [--arm pre-joint] [--steps 24] [--repeats 3] [--peers plain,liger,trl]
 
 One phase (the arm's last) is trained from the same weights, one way after the other, in turn; medians over the repeats:
 
@@ -28,7 +28,7 @@ from depthgrow.config import override
 
 def main() -> None:
     options = arguments(
-        __doc__ or "", recipe="laptop", arm="pre-joint", steps=24, repeats=3, threads=1, peers="plain,liger,trl"
+        __doc__ or "", recipe="laptop-deep", arm="pre-joint", steps=24, repeats=3, threads=1, peers="plain,liger,trl"
     )
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()

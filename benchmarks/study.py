@@ -1,6 +1,6 @@
 """A study's wall time with everything on, with each mechanism off in turn, and against a plain loop run arm by arm.
 
-    python benchmarks/study.py [--recipe laptop] [--steps 40] [--repeats 1]
+    python benchmarks/study.py [--recipe laptop-deep] [--steps 40] [--repeats 1]
 
 The study is the recipe's own, each phase cut to ``steps`` steps (evaluations and checkpoints keep their distance in steps, at
 most one phase). Off in turn: the teacher cache (live targets), the tree (every arm in a folder of its own), side by side (one
@@ -42,7 +42,7 @@ def timed(action: Callable[[], None]) -> dict[str, float]:
 
 
 def main() -> None:
-    options = arguments(__doc__ or "", recipe="laptop", steps=40, repeats=1)
+    options = arguments(__doc__ or "", recipe="laptop-deep", steps=40, repeats=1)
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     study = load_recipe(options.recipe)

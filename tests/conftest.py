@@ -104,6 +104,7 @@ def mini(shared):
         debug(),
         {
             "name": "mini",
+            "verdict": True,
             "teacher.source": str(shared.teacher),
             "data.corpora": [str(shared.corpus)],
             "data.max_tokens": 64,

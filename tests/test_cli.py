@@ -42,6 +42,7 @@ def recipe(shared, tmp_path):
     path.write_text(
         f"""recipe: debug
 name: mini
+verdict: true
 teacher.source: {shared.teacher}
 data: {{corpora: ["{shared.corpus}"], max_tokens: 64, held_out_documents: 6}}
 train: {{steps_per_phase: 6, batch_documents: 4, micro_tokens: 150, eval_every: 3, checkpoint_every: 2, log_every: 2}}
@@ -81,7 +82,7 @@ def test_mini_study_from_recipe_to_model(recipe, tmp_path):
     result = command("study", recipe, "--out", out)
     assert result.returncode == 0, result.stderr
     sentence, place = result.stdout.strip().splitlines()
-    assert sentence.startswith("Under grow")
+    assert sentence.startswith("One seed: under grow")
     assert place == f"report: {out}/report/report.html"
     assert "4 arms, 8 phases" in result.stderr
     for node in (out / "nodes").iterdir():

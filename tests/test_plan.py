@@ -109,7 +109,7 @@ def test_plan_prints_every_option(capsys):
     assert main(["plan", "laptop", "--train.steps_per_phase", "170"]) == 0
     out = capsys.readouterr().out
     assert "--train.steps_per_phase 170" in out
-    assert "8 phases named by arms, 8 to compute" in " ".join(out.split())
+    assert "24 phases named by arms, 24 to compute" in " ".join(out.split())
 
 
 def test_unknown_teacher_config_is_one_line(tmp_path):

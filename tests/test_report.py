@@ -14,11 +14,13 @@ import pytest
 from conftest import Silent, StopAt
 from depthgrow.files import UserError
 from depthgrow.report import summary as summary_module
+from depthgrow.report.charts import SEED_OFFSET, Chart, interaction, validation
+from depthgrow.report.draw import interactive, picture
 from depthgrow.report.load import load_study_files
 from depthgrow.report.statistics import Estimate, across_seeds, paired_bootstrap
-from depthgrow.report.summary import _claims, sentence
 from depthgrow.report.tables import Table
 from depthgrow.report.transitions import _column, transition_metrics, window
+from depthgrow.report.verdict import TRIAL, claims, sentence
 from depthgrow.report.write import write_report
 from depthgrow.runner import run_study
 
@@ -80,6 +82,9 @@ def test_interval_across_seeds_by_hand():
     tight = across_seeds([0.0, 0.004], target=0.005)
     enough = [n for n, t in zip((2, 3, 4, 5), half, strict=True) if t * tight.std / n**0.5 <= 0.005]
     assert tight.needed == enough[0]
+    # mean 0.03, std 0.0265: t * std / sqrt(n) is 0.0658 at 3 seeds, 0.0421 at 4, 0.0329 at 5, 0.0278 at 6
+    assert found.settles == 6
+    assert across_seeds([-0.01, 0.01]).settles == 10_000  # a mean of zero is never told from zero
     with pytest.raises(ValueError, match="at least two"):
         across_seeds([1.0])
     with pytest.raises(ValueError, match="not finite"):
@@ -96,6 +101,12 @@ def test_seeds_in_the_report(mini, tmp_path):
     study = replace(mini, arms=("pre-single", "post-single", "pre-joint", "post-joint"), seeds=3)
     run(study, tmp_path)
     write_report(tmp_path)
+    counted = json.loads((tmp_path / "baselines.json").read_text())
+    with (tmp_path / "report" / "tables" / "quantities.csv").open(encoding="utf-8") as stream:
+        assert [row[3] for row in csv.reader(stream)][-2:] == [f"{counted[n]['ce']:.4f}" for n in ("bigram", "unigram")]
+    assert "hardly trained" in json.loads((tmp_path / "report" / "report.json").read_text())["sentence"]
+    (tmp_path / "baselines.json").unlink()  # without it the report does not know that six steps teach nothing
+    write_report(tmp_path)
     summary = json.loads((tmp_path / "report" / "report.json").read_text())
     record = json.loads((tmp_path / "study.json").read_text())["arms"]
 
@@ -108,6 +119,12 @@ def test_seeds_in_the_report(mini, tmp_path):
     half = (joint["high"] - joint["low"]) / 2
     assert f"± {half:.3f}" in summary["sentence"]  # the headline is the spread between seeds, not between documents
     assert "across 3 seeds" in summary["sentence"]
+    with (tmp_path / "report" / "tables" / "every_seed.csv").open(encoding="utf-8") as stream:
+        header, *rows = csv.reader(stream)
+    assert header == ["seed", "pre-joint", "post-joint", "Δ joint", "pre-single", "post-single", "Δ single"]
+    assert [row[6] for row in rows[:3]] == [f"{value:+.4f}" for value in values]
+    assert [row[5] for row in rows[:3]] == [f"{ce('post-single', s):.4f}" for s in (42, 43, 44)]
+    assert float(rows[3][6]) == pytest.approx(max(values) - min(values), abs=1e-4)
     assert summary["deltas"]["single"]["estimate"]["value"] == pytest.approx(np.mean(values), rel=1e-6)
     assert (tmp_path / "report" / "tables" / "across_seeds.csv").exists()
 
@@ -185,52 +202,135 @@ def claim(found, start):
     return next(c["appears"] for c in found if c["claim"].startswith(start))
 
 
-def contrast(value, half):
+def contrast(value, half, seeds=3, settles=9):
+    """Of several seeds with an interval across them, or of one with one over documents."""
     estimate = {"value": value, "low": value - half, "high": value + half}
-    return {"valid": True, "across": None, "estimate": estimate, "seeds": [42], "reason": None}
+    across = {"mean": value, "low": value - half, "high": value + half, "settles": settles} if seeds > 1 else None
+    listed = list(range(42, 42 + seeds))
+    return {"valid": True, "across": across, "estimate": estimate, "seeds": listed, "reason": None}
+
+
+def said(deltas, interaction=None, **others):
+    """A summary with what the verdict reads."""
+    empty = {"ce_per_phase": [], "diagnostics": {}, "grown": [], "arms": {}, "baselines": {}}
+    where = {"verdict": True, "folder": "runs/x", "deltas": deltas, "interaction": interaction}
+    return empty | where | others
+
+
+def inside(last, std, jump):
+    """What `claims` reads of one seed: pre-grow's last block, the rise of its std, post's jump against pre's 0.1."""
+    pre = {"removal": [3.0, last], "std": [1.0, std], "jump": [0.1]}
+    return {"seed": 42, "pre-grow": pre, "post-grow": {"removal": [3.0, 2.0], "std": [0.1, 0.1], "jump": [jump]}}
+
+
+def phases(*deltas, half=0.05):
+    rows = [{"delta": contrast(value, half)["estimate"]} for value in deltas]
+    return {"ce_per_phase": rows, "diagnostics": {"post-grow": [{"blocks": []}] * len(rows)}}
+
+
+NAMES = ("Grown", "The interaction", "The ranking", "Pre's last", "Pre's scale", "Post pays")
 
 
 def test_claims_say_yes_no_or_not_settled():
-    def block(removal, std=1.0):
-        return {"removal": {"value": removal}, "rms": {"all": {"std": std}}}
+    def found(delta, half, *seeds):
+        grow = contrast(delta, half)
+        return claims(
+            said({"grow": grow}, contrast(delta, half), grown=list(seeds), **phases(0.1, delta, half=half / 2))
+        )
 
-    def summary(delta, half, last, std):
-        return {
-            "deltas": {"grow": contrast(delta, half)},
-            "interaction": contrast(delta, half),
-            "ce_per_phase": [
-                {"delta": {"value": 0.1, "low": 0.05, "high": 0.15}},
-                {"delta": {"value": delta, "low": delta - half, "high": delta + half}},
-            ],
-            "diagnostics": {
-                "pre-grow": [{"blocks": [block(3, 1.0)]}, {"blocks": [block(3, std), block(last, 1)]}],
-                "post-grow": [{"blocks": [block(3, 0.1)]}, {"blocks": [block(3, 0.1), block(2, 1)]}],
-            },
-            "transitions": {"pre-grow": [{"jump": {"value": 0.1}}], "post-grow": [{"jump": {"value": last}}]},
-        }
+    yes = found(-0.2, 0.1, *[inside(0.2, 3.0, 0.2)] * 3)
+    no = found(0.2, 0.1, *[inside(0.5, 1.1, 0.05)] * 3)
+    assert [claim(yes, n) for n in NAMES] == ["yes"] * 6
+    assert [claim(no, n) for n in NAMES] == ["no"] * 6
+    assert claim(found(0.05, 0.01, inside(0.2, 3.0, 1)), "The ranking") == "no"  # smaller is not crossed
+    unsure = found(-0.1, 0.2, inside(0.2, 3.0, 0.2), inside(0.5, 3.0, 0.2))
+    assert [claim(unsure, n) for n in NAMES[:3]] == ["not settled"] * 3
+    assert claim(unsure, "Pre's last") == "not settled: in 1 of 2 seeds"
+    assert "about 9 seeds would settle it" in unsure[0]["ours"]
+    assert claim(found(-0.2, 0.1, inside(None, 3.0, 0.2)), "Pre's scale") == "one seed: yes"
+    with pytest.raises(StopIteration):  # a value that is missing is no block of no worth
+        claim(found(-0.2, 0.1, inside(None, 3.0, 0.2)), "Pre's last")
 
-    names = ("Grown", "The interaction", "The ranking", "Pre's last", "Pre's scale", "Post pays")
-    yes, no = _claims(summary(-0.2, 0.1, 0.2, 3.0)), _claims(summary(0.2, 0.1, 0.5, 1.1))
-    assert [claim(yes, n) for n in names] == ["yes"] * 6
-    assert [claim(no, n) for n in names] == ["no"] * 5 + ["yes"]
-    assert claim(_claims(summary(0.05, 0.01, 0.2, 3.0)), "The ranking") == "no"  # smaller is not crossed
-    unsure = _claims(summary(-0.1, 0.2, 0.2, 3.0))
-    assert [claim(unsure, n) for n in names[:3]] == ["not settled"] * 3
+
+def test_one_seed_speaks_of_two_models_and_names_the_command():
+    summary = said({"grow": contrast(-0.044, 0.007, seeds=1), "joint": contrast(0.01, 0.002, seeds=1)})
+    summary |= {"interaction": contrast(-0.054, 0.01, seeds=1), "grown": [inside(0.2, 3.0, 0.2)]} | phases(0.1, -0.044)
+    text = sentence(summary)
+    assert "under grow this post-norm student ends 0.044 ± 0.007 below this pre-norm one" in text
+    assert "under joint this post-norm student ends 0.010 ± 0.002 above" in text
+    assert "One seed does not tell placements apart" in text
+    assert "`depthgrow study runs/x --seeds 3` adds seeds" in text
+    assert "ahead" not in text
+    assert "interaction" not in text
+    found = claims(summary)
+    assert [claim(found, n) for n in NAMES[:3]] == ["not settled"] * 3
+    assert [claim(found, n) for n in NAMES[3:]] == ["one seed: yes"] * 3
+
+
+def test_several_seeds_speak_of_placements_and_say_how_many_would_settle():
+    deltas = {"grow": contrast(-0.045, 0.023), "joint": contrast(-0.013, 0.043, settles=17)}
+    text = sentence(said(deltas, contrast(-0.032, 0.053, settles=8)))
+    assert text.startswith("Under grow post-norm is ahead by 0.045 ± 0.023 nats per token")
+    assert "under joint the two cannot be told apart (-0.013 ± 0.043; about 17 seeds would settle it)" in text
+    assert "-0.032 ± 0.053, not distinguishable from none; about 8 seeds would settle it" in text
+    assert text.endswith("(95 % across 3 seeds).")
+    mixed = sentence(said({"grow": contrast(-0.045, 0.02), "joint": contrast(-0.1, 0.02, seeds=1)}))
+    assert "under joint there is one seed, which does not tell placements apart" in mixed
+
+
+def test_nothing_rests_on_an_arm_that_has_hardly_trained():
+    arms = {arm: {"ce": {"estimate": {"value": value}}} for arm, value in (("post-joint", 6.17), ("pre-joint", 4.63))}
+    arms |= {arm: {"ce": {"estimate": {"value": 5.88}}} for arm in ("pre-grow", "post-grow")}
+    deltas = {"grow": contrast(-0.2, 0.1), "joint": contrast(1.5, 0.1)}
+    summary = said(deltas, contrast(-1.7, 0.1), arms=arms, baselines={"unigram": {"ce": 6.39}})
+    why = "post-joint (6.17) has hardly trained; a unigram model has 6.39"
+    assert claim(claims(summary), "The interaction") == f"not settled: {why}"
+    assert claim(claims(summary), "Grown") == "yes"  # 0.51 below: trained
+    assert f"under joint nothing is settled: {why}" in sentence(summary)
+    assert f"The interaction is not settled: {why}" in sentence(summary)
+    one = summary | {"deltas": {"joint": contrast(1.5, 0.1, seeds=1)}, "interaction": None}
+    assert f"under joint nothing is settled: {why}" in sentence(one)
+    arms["pre-grow"]["ce"]["estimate"]["value"] = 5.90
+    assert claim(claims(summary), "Grown").startswith("not settled: pre-grow (5.90) has hardly")
+
+
+def test_a_trial_gives_no_verdict():
+    summary = said({"grow": contrast(-0.2, 0.1)}) | {"verdict": False}
+    assert (sentence(summary), claims(summary)) == (TRIAL, [])
 
 
 def test_headline_says_when_the_sign_has_another_route_and_claims_when_the_ranking_turned_round():
-    found = {"deltas": {"grow": contrast(0.3, 0.1)}, "interaction": contrast(-1.0, 0.1)}
+    found = said({"grow": contrast(0.3, 0.1)}, contrast(-1.0, 0.1))
     assert "but not by its route" in sentence(found)
     found["deltas"]["grow"] = contrast(-0.3, 0.1)
     assert "but not by its route" not in sentence(found)
-    turned = {
-        "deltas": {"grow": contrast(0.3, 0.1)},
-        "interaction": None,
-        "ce_per_phase": [{"delta": contrast(v, 0.1)["estimate"]} for v in (-0.3, 0.3)],
-        "diagnostics": {"post-grow": [{"blocks": []}] * 2},
-        "transitions": {},
+    turned = said({"grow": contrast(0.3, 0.1)}, **phases(-0.3, 0.3))
+    assert claim(claims(turned), "The ranking") == "no, the other way"
+
+
+def test_every_seed_is_a_point_beside_its_mean_and_baselines_are_level_lines():
+    def arm(*values):
+        across = {"mean": sum(values) / len(values), "low": 3.0, "high": 5.0}
+        return {"ce": {"across": across, "values": list(values), "estimate": {"value": 4.0}}}
+
+    arms = {a: arm(3.9 + i, 4.1 + i) for i, a in enumerate(("pre-joint", "post-joint", "pre-grow", "post-grow"))}
+    (panel,) = interaction({"arms": arms})
+    dots = {series.label: (series.x, series.y) for series in panel.series if series.kind == "dots"}
+    assert dots["pre-norm, each seed"] == ([-SEED_OFFSET] * 2 + [1 - SEED_OFFSET] * 2, [3.9, 4.1, 5.9, 6.1])
+    assert dots["post-norm, each seed"] == ([SEED_OFFSET] * 2 + [1 + SEED_OFFSET] * 2, [4.9, 5.1, 6.9, 7.1])
+    curve = {"steps": [1, 2], "ce": [5.0, 4.0], "transitions": []}
+    found = {
+        "curves": {"pre-joint": curve},
+        "teacher": {"held_out": {"ce": 3.1}},
+        "baselines": {"unigram": {"ce": 6.4}},
     }
-    assert claim(_claims(turned), "The ranking") == "no, the other way"
+    (panel,) = validation(found)
+    assert panel.levels == {"teacher": 3.1, "unigram": 6.4}
+    plot = interactive(Chart("validation", "", "", [panel]))
+    assert {shape["y0"] for shape in plot["layout"]["shapes"]} == {3.1, 6.4}
+    assert {text["text"] for text in plot["layout"]["annotations"]} == {"teacher", "unigram"}
+    drawn = picture(Chart("validation", "", "", [panel])).axes[0]
+    assert {text.get_text() for text in drawn.texts} == {"teacher", "unigram"}
 
 
 @pytest.mark.parametrize(("half", "given"), [(0.1, True), (0.5, False)])
@@ -317,7 +417,7 @@ def test_a_nan_cell_makes_its_comparisons_invalid_in_words(mini, tmp_path):
     arrays["ce"][2] = np.nan
     np.savez(path, **arrays)
     written = write_report(tmp_path)
-    assert "under grow the comparison is invalid" in written.sentence.lower()
+    assert "under grow the comparison is invalid" in written.sentence
     assert "under joint" in written.sentence
     summary = json.loads((tmp_path / "report" / "report.json").read_text())
     assert summary["deltas"]["grow"]["valid"] is False

@@ -226,7 +226,7 @@ def test_config_round_trip_and_overrides():
         ({"teacher.targets": "frozen"}, "auto, hidden, live, topk"),
         ({"teacher.targets": "topk", "objective.tau": "2"}, "needs exact targets"),
         ({"teacher.dtype": "float64"}, "dtype 'float64' is not one of"),
-        ({"train.steps_per_phase": "50"}, "warmup_steps=100 must be less than"),
+        ({"train.steps_per_phase": "50"}, "warmup_steps=60 must be less than"),
         ({"data.shard_documents": "0"}, "shard_documents=0"),
         ({"data.shard_documents": "3"}, "less than train.batch_documents"),
         ({"train.jobs": "-1"}, "jobs=-1"),

@@ -7,7 +7,7 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -17,6 +17,9 @@ from depthgrow.files import UserError
 DONE, OUR_FAULT, USER_ERROR, STOPPED = 0, 1, 2, 3
 QUIET_SECONDS = 10  # a rank that leaves the telling to rank 0 must not end first: torchrun would end rank 0 unheard
 
+RECIPE = (
+    "debug | laptop | laptop-long | laptop-deep | smollm2 | paper | a .py or .yaml | a study's folder, to go on with it"
+)
 EPILOG = """\
 options of a recipe are written --section.field value, for example --arms pre-grow,post-grow --seeds 3 --optim.peak_lr 2e-3;
 `depthgrow plan RECIPE` lists them all with their values.
@@ -51,9 +54,9 @@ def _parser() -> _Parser:
         ("prepare", "fetch or convert a teacher, tokenize the text, fill the teacher cache"),
     ):
         sub = command(name, text)
-        sub.add_argument("recipe", help="debug | laptop | laptop-long | smollm2 | paper | path to a .py or .yaml")
+        sub.add_argument("recipe", help=RECIPE)
         if name in ("study", "train"):
-            sub.add_argument("--out", type=Path, help="the study's folder (default: runs/RECIPE)")
+            sub.add_argument("--out", type=Path, help="the study's folder (default: runs/RECIPE, or the folder named)")
         if name == "train":
             sub.add_argument("--arm", required=True, help="for example post-grow")
         if name == "plan":
@@ -61,6 +64,13 @@ def _parser() -> _Parser:
     sub = command("pretrain", "train a teacher from scratch and export it")
     sub.add_argument("recipe", help="laptop-teacher")
     sub.add_argument("--out", type=Path, help="folder (default: runs/RECIPE)")
+    _study_commands(command)
+    command("doctor", "say what is installed, what is missing, and what this machine offers")
+    return parser
+
+
+def _study_commands(command: Callable[[str, str], argparse.ArgumentParser]) -> None:
+    """Those that read what is there: a study's folder, an arm of it, a model."""
     sub = command("ls", "list a study folder's arms and nodes: done, started, missing, shared")
     sub.add_argument("study", type=Path)
     sub.add_argument("--json", action="store_true")
@@ -94,8 +104,6 @@ def _parser() -> _Parser:
     sub.add_argument("--to", type=Path, required=True, help="folder to write")
     sub.add_argument("--seed", type=int)
     sub.add_argument("--dtype", default="float32", help="of the weights: float32 | bfloat16")
-    sub = command("doctor", "say what is installed, what is missing, and what this machine offers")
-    return parser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -191,7 +199,7 @@ def _run(options: argparse.Namespace, rest: list[str]) -> int:
 
 def _recipe_command(options: argparse.Namespace, assignments: dict[str, Any]) -> int:
     from depthgrow.config import override
-    from depthgrow.recipes import load_recipe
+    from depthgrow.recipes import RECIPES, load_recipe
     from depthgrow.teacher.sources import prepare_smollm2
 
     study = load_recipe(options.recipe)
@@ -207,7 +215,9 @@ def _recipe_command(options: argparse.Namespace, assignments: dict[str, Any]) ->
     from depthgrow.runner import prepare, run_study
     from depthgrow.runtime import Stopped, StopSignal, pick_device
 
-    root = getattr(options, "out", None) or Path("runs") / study.name
+    named = Path(options.recipe)
+    default = named if options.recipe not in RECIPES and named.is_dir() else Path("runs") / study.name
+    root = getattr(options, "out", None) or default
     with joined(pick_device(study.train.device)), StopSignal().listening() as stop:
         with Console() if first() else Console(open(os.devnull, "w")) as console:
             try:

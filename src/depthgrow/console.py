@@ -113,8 +113,14 @@ class Console:
         now = time.monotonic()
         if now - self._last_line.get(label, 0.0) >= PLAIN_EVERY or "held_out_ce" in values:
             self._last_line[label] = now
-            suffix = f"  about {duration(left)} left" if left is not None else ""
+            suffix = "" if left is None else f"  ({self._study(left)})"
             print(f"{label}  {'  '.join(facts)}{suffix}", file=self._stream, flush=True)
+
+    def _study(self, left: float) -> str:
+        """Where the whole study is, all seeds of it."""
+        phases = {node for per_seed in self._paths.values() for keys in per_seed.values() for node in keys}
+        done = sum(self._states.get(node) == "done" for node in phases)
+        return f"study: {done} of {len(phases)} phases, about {duration(left)} left"
 
     def _time_left(self, label: str, step: int) -> float | None:
         """Seconds, from the work done since `begin`; None until there is some."""
@@ -141,6 +147,5 @@ class Console:
             if "study" not in self._bars_of:
                 self._bars_of["study"] = self._bars.add_task("study", total=1.0, facts="")
             elapsed = time.monotonic() - self._started
-            self._bars.update(
-                self._bars_of["study"], completed=elapsed / (elapsed + left), facts=f"about {duration(left)} left"
-            )
+            facts_of_all = self._study(left).removeprefix("study: ")
+            self._bars.update(self._bars_of["study"], completed=elapsed / (elapsed + left), facts=facts_of_all)

@@ -20,6 +20,7 @@ import torch
 from depthgrow.architecture import Architecture
 from depthgrow.checkpoint import Checkpoint, latest_checkpoint
 from depthgrow.config import to_dict
+from depthgrow.data.baselines import baselines
 from depthgrow.data.batches import Batches, MicroBatch
 from depthgrow.data.tokens import TokenSet, prepare_tokens
 from depthgrow.evaluate import Evaluation, evaluate
@@ -170,6 +171,7 @@ def run_study(study: Study, root: Path, *, stop: Stop, listener: Listener) -> No
         if on_first(lambda: not (root / "teacher.json").exists()):
             evaluation = prepared.evaluate_teacher(study)
             on_first(lambda: _record_teacher(study, prepared, evaluation, root))
+        on_first(lambda: _record_baselines(study, prepared, root))
         done = on_first(lambda: {key for key in tree.nodes if workspace.is_done(key)})
         missing = [node for node in tree.nodes.values() if node.key not in done]
         named = sum(len(node.users) for node in tree.nodes.values())
@@ -183,10 +185,11 @@ def run_study(study: Study, root: Path, *, stop: Stop, listener: Listener) -> No
             # workers take the same targets, whatever the disk looks like by then
             picked = "live" if prepared.shards is None else study.teacher.targets.replace("auto", "hidden")
             settled = replace(study, teacher=replace(study.teacher, targets=picked))
-            _run_side_by_side(settled, workspace, missing, prepared.facts, jobs, stop, listener)
+            _run_side_by_side(settled, workspace, tree, missing, prepared.facts, jobs, stop, listener)
         else:
             for node in missing:
                 _run_node(study, workspace, node, prepared, stop, listener)
+                on_first(partial(_tell_finished_seeds, workspace, tree, node, listener))
 
 
 def _announce(workspace: Workspace, tree: Tree, missing: list[Node], arch: Architecture, listener: Listener) -> None:
@@ -286,9 +289,16 @@ def _work_on(node: Node) -> str:
 
 
 def _run_side_by_side(
-    study: Study, workspace: Workspace, missing: list[Node], facts: Facts, jobs: int, stop: Stop, listener: Listener
+    study: Study,
+    workspace: Workspace,
+    tree: Tree,
+    missing: list[Node],
+    facts: Facts,
+    jobs: int,
+    stop: Stop,
+    listener: Listener,
 ) -> None:
-    """Keep ``jobs`` processes busy with nodes whose parents are done, those with most work behind them first."""
+    """Keep ``jobs`` processes busy with nodes whose parents are done: seed by seed, those with most work behind them first."""
     context = multiprocessing.get_context("spawn")
     queue, event = context.SimpleQueue(), context.Event()
     waiting = {node.key: node for node in missing}
@@ -306,14 +316,18 @@ def _run_side_by_side(
                 if not event.is_set():
                     busy = {node.key for node in running.values()}
                     ready = [n for n in waiting.values() if n.parent not in waiting and n.parent not in busy]
-                    ready.sort(key=lambda node: -_work_behind(node, waiting))
+                    # a seed is finished before the next is begun, as far as there is work in it for all
+                    ready.sort(key=lambda node: (node.first_seed, -_work_behind(node, waiting)))
                     for node in ready[: jobs - len(running)]:
                         running[pool.submit(_work_on, waiting.pop(node.key))] = node
                 finished, _ = wait(running, timeout=0.2, return_when=FIRST_COMPLETED)
                 for future in finished:
-                    running.pop(future)
+                    node = running.pop(future)
                     error = future.exception()
-                    errors += [error] if error is not None else []
+                    if error is None:
+                        _tell_finished_seeds(workspace, tree, node, listener)
+                    else:
+                        errors.append(error)
         finally:
             event.set()
     # what went wrong in one worker stops the others: their Stopped must not hide it
@@ -326,6 +340,19 @@ def _run_side_by_side(
             raise error
     if errors or waiting:
         raise Stopped(str(errors[0]) if errors else "the study")
+
+
+def _tell_finished_seeds(workspace: Workspace, tree: Tree, node: Node, listener: Listener) -> None:
+    """Where ``node`` was the last of a seed, and others are left, say that its results can be read."""
+    seeds = sorted({seed for _, seed in tree.paths})
+    nodes = {seed: {key for (_, s), path in tree.paths.items() if s == seed for key in path} for seed in seeds}
+    finished = [seed for seed in seeds if all(workspace.is_done(key) for key in nodes[seed])]
+    for seed in finished if len(finished) < len(seeds) else ():
+        if node.key in nodes[seed]:
+            listener.note(
+                f"seed {seed} is finished ({len(finished)} of {len(seeds)} seeds): `depthgrow report {workspace.root}` shows "
+                "it while the others run"
+            )
 
 
 def _work_behind(node: Node, waiting: dict[str, Node]) -> int:
@@ -348,6 +375,14 @@ def _relaying(queue: Any, listener: Listener) -> Iterator[None]:
     finally:
         queue.put(None)
         thread.join()
+
+
+def _record_baselines(study: Study, prepared: Prepared, root: Path) -> None:
+    """Counted on the shard that every arm reads."""
+    path = root / "baselines.json"
+    if not path.exists():
+        shard = prepared.tokens.train.part(0, study.shard_documents)
+        write_json(path, baselines(shard, prepared.tokens.held_out, prepared.teacher.arch.vocab_size))
 
 
 def _record_teacher(study: Study, prepared: Prepared, evaluation: Evaluation, root: Path) -> None:

@@ -62,13 +62,15 @@ class Study:
     """A complete study.
 
     arms: named placement-curriculum, then +intervention or +reinit where wanted (see `parse_arm`); seeds: how many, from
-    ``seed`` on, paired across arms in initialisation and data order.
+    ``seed`` on, paired across arms in initialisation and data order; verdict: whether the report draws conclusions: not
+    where phases are too short for that.
     """
 
     name: str
     arms: tuple[str, ...] = ("pre-joint", "post-joint", "pre-grow", "post-grow")
     seeds: int = 1
     seed: int = 42
+    verdict: bool = True
     student: StudentConfig = field(default_factory=StudentConfig)
     teacher: TeacherConfig = field(default_factory=TeacherConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -176,6 +178,10 @@ class Node:
     run: PhaseRun
     users: list[tuple[str, int]]
 
+    @property
+    def first_seed(self) -> int:
+        return min(seed for _, seed in self.users)
+
 
 @dataclass(frozen=True)
 class Tree:
@@ -265,6 +271,7 @@ FREE_FIELDS = (
     "train.log_every",
     "train.recompute",
     "train.tensorboard",
+    "verdict",
 )
 
 

@@ -11,6 +11,7 @@ from depthgrow.report.tables import DEFINITIONS
 
 COLOURS = {"pre": "#2f6db3", "post": "#c8553d"}
 SHADES = ("#2f6db3", "#c8553d", "#4d9a6a", "#8a63b8", "#b08a2e", "#5d6873")
+SEED_OFFSET = 0.06  # of a seed's point from its mean, where categories are 1 apart
 DASHES = {"joint": "dash", "grow": "solid", "freeze": "dot"}
 
 
@@ -22,7 +23,7 @@ class Series:
     x: list[Any]
     y: list[Any]
     colour: str
-    kind: str = "line"  # line | bar | mark
+    kind: str = "line"  # line | dots | bar | mark
     width: float = 0.5  # of a bar
     dash: str = "solid"  # solid | dash | dot
     points: bool = True
@@ -39,7 +40,8 @@ class Series:
 
 @dataclass(frozen=True)
 class Panel:
-    """One pair of axes. lines: x of vertical lines; ticks: labels of x = 0, 1, .. where x counts categories."""
+    """One pair of axes. lines: x of vertical lines; levels: named horizontal ones; ticks: labels of x = 0, 1, .. where x
+    counts categories."""
 
     x_label: str
     y_label: str
@@ -48,6 +50,7 @@ class Panel:
     log_x: bool = False
     log_y: bool = False
     lines: list[float] = field(default_factory=list)
+    levels: dict[str, float] = field(default_factory=dict)
     ticks: list[str] | None = None
 
 
@@ -81,6 +84,10 @@ def interaction(summary: dict[str, Any]) -> list[Panel]:
             for f in found
         ]
         series.append(_line(f"{placement}-norm", list(range(len(curricula))), ends, colour))
+        beside = SEED_OFFSET if placement == "post" else -SEED_OFFSET
+        x = [index + beside for index, f in enumerate(found) if len(f["values"]) > 1 for _ in f["values"]]
+        y = [value for f in found if len(f["values"]) > 1 for value in f["values"]]
+        series += [Series(f"{placement}-norm, each seed", x, y, colour, kind="dots")] if x else []
     return [Panel("curriculum", "held-out CE, nats per token", series, ticks=curricula)]
 
 
@@ -104,7 +111,13 @@ def validation(summary: dict[str, Any]) -> list[Panel]:
         colour = COLOURS[placement] if curriculum in DASHES and placement in COLOURS else next(others)
         series.append(Series(arm, curve["steps"], curve["ce"], colour, dash=DASHES.get(curriculum, "dash")))
     lines = sorted({t for curve in plain.values() for t in curve["transitions"]})
-    return [Panel("optimizer step", "held-out CE, nats per token", series, lines=lines)] if series else []
+    known = {"teacher": summary["teacher"].get("held_out")} | {
+        n: summary["baselines"].get(n) for n in ("bigram", "unigram")
+    }
+    levels = {name: found["ce"] for name, found in known.items() if found and found["ce"] is not None}
+    return (
+        [Panel("optimizer step", "held-out CE, nats per token", series, lines=lines, levels=levels)] if series else []
+    )
 
 
 def block_removal(summary: dict[str, Any]) -> list[Panel]:

@@ -25,6 +25,11 @@ def picture(chart: Chart) -> Figure:
         axes.spines[["top", "right"]].set_visible(False)
         for x in panel.lines:
             axes.axvline(x, color="#888888", linewidth=0.9, linestyle=":")
+        for name, y in panel.levels.items():
+            axes.axhline(y, color="#888888", linewidth=0.9, linestyle="--")
+            axes.annotate(
+                name, (1, y), xycoords=("axes fraction", "data"), ha="right", va="bottom", color="#666666", fontsize=8
+            )
         for series in panel.series:
             _plot(axes, series)
         axes.set(xlabel=panel.x_label, ylabel=panel.y_label, title=panel.title or None)
@@ -55,6 +60,8 @@ def _plot(axes: Any, series: Series) -> None:
             yerr=error,
             error_kw={"linewidth": 0.9},
         )
+    elif series.kind == "dots":
+        axes.plot(series.x, y, "o", color=series.colour, markersize=3.5, alpha=0.45, label=series.label)
     elif series.kind == "mark":
         axes.plot(series.x, y, "_", color=series.colour, markersize=10, markeredgewidth=1.7, label=series.label)
     else:
@@ -81,6 +88,19 @@ def interactive(chart: Chart) -> dict[str, Any]:
         for x in panel.lines:
             place = {"xref": f"x{suffix}", "yref": f"y{suffix} domain", "x0": x, "x1": x, "y0": 0, "y1": 1}
             layout["shapes"].append({"type": "line", "line": {"dash": "dot", "width": 1, "color": "#888888"}} | place)
+        for name, y in panel.levels.items():
+            place = {"xref": f"x{suffix} domain", "yref": f"y{suffix}"}
+            line = {
+                "type": "line",
+                "line": {"dash": "dash", "width": 1, "color": "#888888"},
+                "x0": 0,
+                "x1": 1,
+                "y0": y,
+                "y1": y,
+            }
+            text = {"text": name, "x": 1, "y": y, "xanchor": "right", "yanchor": "bottom", "showarrow": False}
+            layout["shapes"].append(line | place)
+            layout["annotations"].append(text | place)
         for series in panel.series:
             axes = {"xaxis": f"x{suffix}", "yaxis": f"y{suffix}"}
             data.append(_trace(series) | axes | {"showlegend": series.label not in labels, "legendgroup": series.label})
@@ -95,6 +115,13 @@ def _trace(series: Series) -> dict[str, Any]:
         trace["error_y"] = {"type": "data", "symmetric": False, "array": up, "arrayminus": down, "thickness": 1}
     if series.kind == "bar":
         return trace | {"type": "bar", "marker": {"color": series.colour}, "width": series.width}
+    if series.kind == "dots":
+        return trace | {
+            "type": "scatter",
+            "mode": "markers",
+            "opacity": 0.5,
+            "marker": {"color": series.colour, "size": 6},
+        }
     if series.kind == "mark":
         marker = {"symbol": "line-ew", "size": 16, "line": {"width": 2.5, "color": "ink"}}
         return trace | {"type": "scatter", "mode": "markers", "marker": marker}

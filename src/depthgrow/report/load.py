@@ -71,6 +71,7 @@ class StudyFiles:
     runs: dict[tuple[str, int], Run]
     teacher: dict[str, Any]
     data: dict[str, Any]
+    baselines: dict[str, Any]
 
     @property
     def seeds(self) -> list[int]:
@@ -107,10 +108,9 @@ def load_study_files(root: Path) -> StudyFiles:
                     break
                 finished.append(phase)
             runs[arm, int(seed)] = Run(arm, int(seed), finished, len(keys))
-    optional = {
-        name: read_json(root / name) if (root / name).exists() else {} for name in ("teacher.json", "data.json")
-    }
-    return StudyFiles(root, record["config"], runs, optional["teacher.json"], optional["data.json"])
+    names = ("teacher.json", "data.json", "baselines.json")
+    optional = [read_json(root / name) if (root / name).exists() else {} for name in names]
+    return StudyFiles(root, record["config"], runs, *optional)
 
 
 def _load_phase(folder: Path) -> Phase | None:

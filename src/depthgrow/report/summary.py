@@ -4,23 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import yaml
 
 from depthgrow.files import UserError
 from depthgrow.report.load import Run, StudyFiles
-from depthgrow.report.statistics import Estimate, across_seeds, mean_over_seeds, paired_bootstrap
+from depthgrow.report.statistics import across_seeds, mean_over_seeds, paired_bootstrap
 from depthgrow.report.transitions import smoothed, transitions
+from depthgrow.report.verdict import PAPER, claims, headline, sentence
 
-SCHEMA = 2
-PAPER: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("paper.yaml").read_text())
+SCHEMA = 3
 CURRICULA = ("joint", "grow", "freeze", "single")
 INTERACTION = {"post-grow": 1.0, "pre-grow": -1.0, "post-joint": -1.0, "pre-joint": 1.0}
+GROWN = ("pre-grow", "post-grow")
 BUDGET = {"total_tokens": "tokens", "active_layer_tokens": "active_layer_tokens", "train_flops": "flops"}
-NEAR_IDENTITY = 0.1  # a block is near-identity when it is worth less than this share of the arm's costliest block
 
 
 def summarise(study: StudyFiles) -> dict[str, Any]:
@@ -29,6 +27,8 @@ def summarise(study: StudyFiles) -> dict[str, Any]:
     summary = {
         "schema": SCHEMA,
         "study": study.config["name"],
+        "folder": str(study.root),
+        "verdict": study.config.get("verdict", True),
         "seeds": study.seeds,
         "arms": {arm: _arm(study, arm) for arm in arms},
         "deltas": {
@@ -47,6 +47,8 @@ def summarise(study: StudyFiles) -> dict[str, Any]:
             if arm.endswith("+reinit") and arm.removesuffix("+reinit") in study.arms
         },
         "ce_per_phase": _ce_per_phase(study),
+        "grown": _grown(study),
+        "baselines": study.baselines,
         "curves": {arm: _curves(study.runs[arm, study.seeds[0]]) for arm in study.arms},
         "diagnostics": {arm: _diagnostics([study.runs[arm, s] for s in study.complete_seeds(arm)]) for arm in arms},
         "transitions": {arm: _transitions([study.runs[arm, s] for s in study.complete_seeds(arm)]) for arm in arms},
@@ -67,7 +69,7 @@ def summarise(study: StudyFiles) -> dict[str, Any]:
         # block by block the paper's three stand beside three, not beside any other number
         "paper": PAPER if study.config["student"]["num_blocks"] == 3 else PAPER | {"blocks": {}, "transitions": {}},
     }
-    return summary | {"claims": _claims(summary), "sentence": sentence(summary)}
+    return summary | {"claims": claims(summary), "sentence": sentence(summary)}
 
 
 def _contrast(
@@ -78,11 +80,19 @@ def _contrast(
     Only seeds that all of its arms, and those of ``beside``, have finished count.
 
     'estimate': per-document sums averaged over the seeds that all of the arms have, bootstrapped over documents;
-    'across': over one value a seed, where there are two or more; 'reason': in words, where there is no valid answer.
+    'values': one a seed of 'seeds'; 'across': their mean and interval, where there are two or more; 'reason': in words,
+    where there is no valid answer.
     """
     arms = [*weights, *(over or {})]
     seeds = study.complete_seeds(*arms, *beside)
-    result: dict[str, Any] = {"estimate": None, "across": None, "valid": False, "seeds": seeds, "reason": None}
+    result: dict[str, Any] = {
+        "estimate": None,
+        "across": None,
+        "valid": False,
+        "seeds": seeds,
+        "values": [],
+        "reason": None,
+    }
     if not seeds:
         absent = [arm for arm in dict.fromkeys([*arms, *beside]) if not study.complete_seeds(arm)]
         return result | {"reason": f"{', '.join(absent) or 'no seed of all its arms'} not finished"}
@@ -97,17 +107,12 @@ def _contrast(
         )
     sums = {arm: mean_over_seeds([final["ce"] for final in found]) for arm, found in finals.items()}
     estimate = paired_bootstrap(tokens, sums, weights, over=over)
-    if over is None and len(seeds) >= 2:
-        ce = {arm: [final["ce"].sum() / tokens.sum() for final in found] for arm, found in finals.items()}
+    if over is None:
+        ce = {arm: [float(final["ce"].sum() / tokens.sum()) for final in found] for arm, found in finals.items()}
         values = [sum(w * ce[arm][i] for arm, w in weights.items()) for i in range(len(seeds))]
-        result["across"] = asdict(across_seeds(values))
+        result["values"] = values
+        result["across"] = asdict(across_seeds(values)) if len(seeds) >= 2 else None
     return result | {"estimate": estimate.as_dict(), "valid": True}
-
-
-def headline(contrast: dict[str, Any]) -> Estimate:
-    """Across seeds where there are several, since they move a result more than documents do; else over documents."""
-    found = contrast["across"]
-    return Estimate(found["mean"], found["low"], found["high"]) if found else Estimate(**contrast["estimate"])
 
 
 def _over_seeds(values: Sequence[float | None]) -> dict[str, float | None]:
@@ -261,6 +266,25 @@ def _transitions(runs: list[Run]) -> list[dict[str, Any]]:
     return result
 
 
+def _grown(study: StudyFiles) -> list[dict[str, Any]]:
+    """Of each seed at which pre-grow and post-grow are finished, and of each of the two: every block's removal at the end,
+    the std over tokens of the RMS after block 0 at each phase's end, and the jump of the loss at each append."""
+    if not set(GROWN) <= set(study.arms):
+        return []
+    return [
+        {"seed": seed} | {arm: _inside(study.runs[arm, seed]) for arm in GROWN} for seed in study.complete_seeds(*GROWN)
+    ]
+
+
+def _inside(run: Run) -> dict[str, list[float | None]]:
+    ends = [phase.diagnostics["blocks"] for phase in run.phases]
+    return {
+        "removal": [row["removal"] for row in ends[-1]],
+        "std": [blocks[0]["rms"]["all"].get("std") for blocks in ends],
+        "jump": [row["jump"] for row in transitions(run)],
+    }
+
+
 def _ledgers(study: StudyFiles, arms: list[str]) -> list[dict[str, Any]]:
     """What each arm consumed (first seed), and that as a ratio to the grown arm of its placement."""
     rows = {}
@@ -279,114 +303,3 @@ def _ledgers(study: StudyFiles, arms: list[str]) -> list[dict[str, Any]]:
         grown = rows.get(f"{_split(arm)[0]}-grow")
         row["of_grow"] = {k: row[k] / grown[k] for k in (*BUDGET, "unique_tokens")} if grown else None
     return list(rows.values())
-
-
-def _claims(summary: dict[str, Any]) -> list[dict[str, str]]:
-    """What the paper reports, and whether it appears here: yes, no, or not settled by these intervals."""
-
-    def sign(contrast: dict[str, Any] | None, form: str = "{:+.3f} ± {:.3f}") -> tuple[str, str] | None:
-        if contrast is None or not contrast["valid"]:
-            return None
-        found = headline(contrast)
-        verdict = "not settled" if not found.excludes_zero else "yes" if found.value < 0 else "no"
-        return verdict, form.format(found.value, found.half_width)
-
-    grow, rows = summary["deltas"].get("grow"), summary["ce_per_phase"]
-    phases = len(summary["diagnostics"].get("post-grow", []))
-    claims: list[tuple[str, str, tuple[str, str] | None]] = [
-        ("Grown, post-norm is ahead (Δ grow < 0)", "−0.033", sign(grow)),
-        ("The interaction is negative", "−0.033", sign(summary["interaction"])),
-    ]
-    if len(rows) > 1 and len(rows) == phases and grow is not None and grow["valid"]:
-        first, last = (Estimate(**row["delta"]) for row in (rows[0], rows[-1]))
-        crossed = "yes" if first.value > 0 > last.value else "no"
-        if not (first.excludes_zero and last.excludes_zero):
-            crossed = "not settled"
-        elif first.value < 0 < last.value:
-            crossed = "no, the other way"
-        text = " → ".join(f"{row['delta']['value']:+.3f}" for row in rows)
-        claims.append(("The ranking crosses over while growing", "+0.004 → −0.033", (crossed, text)))
-    ends = {
-        arm: phases[-1]["blocks"] for arm, phases in summary["diagnostics"].items() if len(phases[-1]["blocks"]) > 1
-    }
-    if {"pre-grow", "post-grow"} <= ends.keys():
-        worth = {arm: [row["removal"]["value"] for row in ends[arm]] for arm in ("pre-grow", "post-grow")}
-        if all(v is not None for values in worth.values() for v in values):
-            share = {arm: values[-1] / max(values) for arm, values in worth.items()}
-            verdict = "yes" if share["pre-grow"] < NEAR_IDENTITY <= share["post-grow"] else "no"
-            text = f"{worth['pre-grow'][-1]:.3f} against {worth['post-grow'][-1]:.3f} nats"
-            claims.append(
-                ("Pre's last block is near-identity, post's is not", "0.02 against 2.38 nats", (verdict, text))
-            )
-        spread = {
-            arm: [phase["blocks"][0]["rms"]["all"].get("std") for phase in summary["diagnostics"][arm]] for arm in worth
-        }
-        if all(values[0] and values[-1] for values in spread.values()):
-            growth = {arm: values[-1] / values[0] for arm, values in spread.items()}
-            rise = {arm: values[-1] - values[0] for arm, values in spread.items()}
-            drifts = growth["pre-grow"] > 1.2 and rise["pre-grow"] > 2 * rise["post-grow"]
-            ours = [f"std ×{growth[arm]:.2f} to {spread[arm][-1]:.3g}" for arm in ("pre-grow", "post-grow")]
-            text = f"{ours[0]}; post {ours[1]}"
-            claims.append(
-                (
-                    "Pre's scale after block 0 drifts, post's does not",
-                    "std ×3.44 to 19.98; post 0.19",
-                    ("yes" if drifts else "no", text),
-                )
-            )
-    jumps = [summary["transitions"].get(f"{p}-grow") for p in ("pre", "post")]
-    if all(jumps):
-        pre, post = ([row["jump"]["value"] for row in found] for found in jumps)
-        if all(v is not None for v in (*pre, *post)):
-            verdict = "yes" if all(b > a for a, b in zip(pre, post, strict=True)) else "no"
-            text = f"{', '.join(f'{v:.2f}' for v in post)} against {', '.join(f'{v:.2f}' for v in pre)}"
-            claims.append(
-                ("Post pays more when a block is appended (jump)", "0.25, 0.28 against 0.02, 0.02", (verdict, text))
-            )
-    return [
-        {"claim": text, "paper": stated, "appears": found[0], "ours": found[1]}
-        for text, stated, found in claims
-        if found
-    ]
-
-
-def _clause(name: str, delta: dict[str, Any], mixed: bool) -> str:
-    count = len(delta["seeds"])
-    basis = f", {count} seed{'s' if count > 1 else ''}" if mixed else ""
-    if not delta["valid"]:
-        return f"under {name} the comparison is invalid ({delta['reason']})"
-    estimate = headline(delta)
-    if not estimate.excludes_zero:
-        return f"under {name} the two cannot be told apart ({estimate.value:+.3f} ± {estimate.half_width:.3f}{basis})"
-    ahead = "post-norm" if estimate.value < 0 else "pre-norm"
-    return (
-        f"under {name} {ahead} is ahead by {abs(estimate.value):.3f} ± {estimate.half_width:.3f} nats per token{basis}"
-    )
-
-
-def sentence(summary: dict[str, Any]) -> str:
-    """The finding in plain words, with what it rests on."""
-    deltas, interaction = summary["deltas"], summary["interaction"]
-    named = [name for name in ("grow", "joint", "freeze") if name in deltas]
-    valid = [name for name in named if deltas[name]["valid"]]
-    if not named or not any(deltas[name]["valid"] or "finite" in deltas[name]["reason"] for name in named):
-        return "Nothing to compare yet: no curriculum has both placements finished."
-    counts = sorted({len(deltas[name]["seeds"]) for name in valid})
-    text = "; ".join(_clause(name, deltas[name], len(counts) > 1) for name in named)
-    if interaction is not None and interaction["valid"]:
-        estimate = headline(interaction)
-        if not estimate.excludes_zero:
-            verdict = "not distinguishable from none"
-        elif (estimate.value < 0) == (PAPER["interaction"] < 0):
-            verdict = f"the same sign as the paper's {PAPER['interaction']:+.3f}"
-            if "grow" in valid and headline(deltas["grow"]).value > 0:
-                verdict += ", but not by its route: there post-norm is ahead under grow"
-        else:
-            verdict = f"the opposite sign of the paper's {PAPER['interaction']:+.3f}"
-        text += f". The interaction is {estimate.value:+.3f} ± {estimate.half_width:.3f}, {verdict}"
-    basis = "over held-out documents; one seed: how far another initialisation would move it is not measured"
-    if len(counts) > 1:
-        basis = "across seeds where there are several, else over held-out documents"
-    elif counts and counts != [1]:
-        basis = f"across {counts[0]} seeds"
-    return f"{text[0].upper()}{text[1:]} (95 % {basis})."

@@ -77,6 +77,11 @@ def _compared(contrast: dict[str, Any] | None, form: str = "+.4f") -> str:
     return _interval(contrast["estimate"], form) if contrast["valid"] else f"invalid: {contrast['reason']}"
 
 
+def _widest(contrast: dict[str, Any] | None, form: str = "+.4f") -> str:
+    """The interval across seeds where there are several, else the one over documents."""
+    return _seeds(contrast, form) if contrast and contrast["across"] else _compared(contrast, form)
+
+
 def _seeds(contrast: dict[str, Any], form: str = "+.4f") -> str:
     found = contrast["across"]
     return MISSING if found is None else _interval({"value": found["mean"]} | found, form)
@@ -92,21 +97,46 @@ def claims(summary: dict[str, Any]) -> Table:
     return _table("claims", rows)
 
 
+def _curricula(summary: dict[str, Any]) -> list[str]:
+    arms = summary["arms"]
+    return [c for c in ("joint", "grow", "freeze", "single") if any(f"{p}-{c}" in arms for p in ("pre", "post"))]
+
+
 def two_by_two(summary: dict[str, Any]) -> Table:
     arms, stated = summary["arms"], summary["paper"]["ce"]
-    curricula = [c for c in ("joint", "grow", "freeze", "single") if any(f"{p}-{c}" in arms for p in ("pre", "post"))]
     rows = []
-    for curriculum in curricula:
+    for curriculum in _curricula(summary):
         row = [curriculum]
         for placement in ("pre", "post"):
             arm = arms.get(f"{placement}-{curriculum}")
-            row += [_compared(arm and arm["ce"], ".4f"), shown(stated.get(f"{placement}-{curriculum}"))]
+            row += [_widest(arm and arm["ce"], ".4f"), shown(stated.get(f"{placement}-{curriculum}"))]
         delta = summary["deltas"].get(curriculum)
-        rows.append([*row, _compared(delta), shown(delta and delta["paper"], "+.4f")])
+        rows.append([*row, _widest(delta), shown(delta and delta["paper"], "+.4f")])
     interaction = summary["interaction"]
     if interaction is not None and rows:
-        rows.append(["interaction", "", "", "", "", _compared(interaction), shown(interaction["paper"], "+.4f")])
+        rows.append(["interaction", "", "", "", "", _widest(interaction), shown(interaction["paper"], "+.4f")])
     return _table("two_by_two", rows)
+
+
+def every_seed(summary: dict[str, Any]) -> Table:
+    """A row a seed, a column an arm; its header depends on the study's curricula."""
+    curricula, interaction = _curricula(summary), summary["interaction"]
+    columns: dict[str, dict[str, Any] | None] = {}
+    for curriculum in curricula:
+        for placement in ("pre", "post"):
+            name = f"{placement}-{curriculum}"
+            columns[name] = summary["arms"].get(name, {}).get("ce")
+        columns[f"Δ {curriculum}"] = summary["deltas"].get(curriculum)
+    columns |= {"interaction": interaction} if interaction else {}
+    found = {name: dict(zip(c["seeds"], c["values"], strict=False)) if c else {} for name, c in columns.items()}
+    seeds = sorted({seed for values in found.values() for seed in values})
+    signed = {name: "+.4f" if name.startswith(("Δ", "inter")) else ".4f" for name in columns}
+    rows = [[str(seed), *(shown(found[name].get(seed), signed[name]) for name in columns)] for seed in seeds]
+    if len(seeds) > 1:
+        spread = [max(v) - min(v) if len(v := list(found[name].values())) > 1 else None for name in columns]
+        rows.append(["largest − smallest", *(shown(value) for value in spread)])
+    table = _table("every_seed", rows)
+    return Table(table.name, table.title, ["seed", *columns], table.rows, table.note)
 
 
 def across_seeds(summary: dict[str, Any]) -> Table:
@@ -122,11 +152,16 @@ def across_seeds(summary: dict[str, Any]) -> Table:
             _interval({"value": s["mean"]} | s, "+.4f"),
             shown(s["std"]),
             f"{s['negative']} / {s['positive']}",
-            str(s["needed"]) if s["needed"] < 10_000 else "over 9,999",
+            "settled" if s["low"] > 0 or s["high"] < 0 else _count(s["settles"]),
+            _count(s["needed"]),
         ]
         for name, s in found.items()
     ]
     return _table("across_seeds", rows)
+
+
+def _count(seeds: int) -> str:
+    return str(seeds) if seeds < 10_000 else "over 9,999"
 
 
 def controls(summary: dict[str, Any]) -> Table:
@@ -184,6 +219,11 @@ def quantities(summary: dict[str, Any]) -> Table:
         layers, count = summary["teacher"]["architecture"]["num_layers"], summary["teacher"]["parameters"]
         values = [shown(held_out["ce"]), MISSING, MISSING, MISSING, shown(held_out["ppl"], ".2f")]
         rows.append(["teacher", str(layers), MISSING, *values, f"{count:,} (frozen)"])
+    for name, label in (("bigram", "bigram counts, smoothed"), ("unigram", "unigram counts")):
+        if name in summary["baselines"]:
+            counted = summary["baselines"][name]
+            cells = [shown(counted["ce"]), MISSING, MISSING, MISSING, shown(counted["ppl"], ".2f")]
+            rows.append([label, MISSING, MISSING, *cells, MISSING])
     return _table("quantities", rows)
 
 
