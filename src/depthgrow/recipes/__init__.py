@@ -49,11 +49,11 @@ def laptop() -> Study:
         data=DataConfig(corpora=("wiki",), max_tokens=512, held_out_documents=256),
         optim=OptimConfig(peak_lr=3.2e-3, min_lr=3.2e-5, warmup_steps=60),
         train=TrainConfig(
-            steps_per_phase=600,
+            steps_per_phase=480,
             batch_documents=4,
             micro_tokens=4096,
-            eval_every=150,
-            checkpoint_every=150,
+            eval_every=160,
+            checkpoint_every=160,
             log_every=10,
         ),
     )
