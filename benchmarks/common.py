@@ -18,8 +18,8 @@ import torch
 
 from depthgrow.config import override
 from depthgrow.metrics import read_metrics
+from depthgrow.prepare import Prepared, prepare
 from depthgrow.recipes import load_recipe
-from depthgrow.runner import Prepared, prepare
 from depthgrow.study import Node, Study, plan_tree
 from depthgrow.trainer import run_phase
 

@@ -22,7 +22,7 @@ from depthgrow import student as module
 from depthgrow.curriculum import DataPosition
 from depthgrow.optim import NamedAdamW
 from depthgrow.parallel import set_layers
-from depthgrow.trainer import build_student
+from depthgrow.phase import build_student
 
 OURS = (module.RMSNorm.forward, module.Layout.rotate)
 
@@ -59,7 +59,7 @@ def main() -> None:
             result = student.lm_head(h_ND, batch.label_N, target, run.objective, tokens[step])
             result.loss.backward()
             loss += result.loss.item()
-        optimizer.step(0.0)  # the weights stay, so that all ways do the same work
+        optimizer.step(0.0, torch.zeros(()))  # the weights stay, so that all ways do the same work
         return loss
 
     def layers(norm: Any, rotate: Any, compiled: bool = False) -> Callable[[], None]:

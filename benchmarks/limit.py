@@ -21,7 +21,8 @@ from torch.profiler import ProfilerActivity, profile
 from common import Quiet, arguments, in_turn, last_node, median_seconds, ready, save, short, show, timed_phase
 from depthgrow.curriculum import DataPosition
 from depthgrow.ledger import Flops, causal_pairs
-from depthgrow.trainer import run_phase, step_work
+from depthgrow.phase import step_work
+from depthgrow.trainer import run_phase
 
 PARTS = {
     "matrix products": ("aten::mm", "aten::addmm", "aten::bmm"),
@@ -83,8 +84,8 @@ def main() -> None:
     lengths = [batches.lengths(DataPosition(0, step)) for step in range(options.steps)]
     tokens = sum(map(sum, lengths)) / options.steps
     pairs = sum(map(causal_pairs, lengths)) / options.steps
-    work = step_work(node.run.phase, node.run.placement, study.student.layers_per_block)
-    step_flops = Flops.of(arch).train_step(round(tokens), round(pairs), **work)
+    work, flops = step_work(node.run.phase, node.run.placement, study.student), Flops.of(arch)
+    step_flops = flops.student(tokens, pairs, work) + flops.teacher(tokens, pairs, work)
     query, key = arch.num_heads * arch.head_dim, arch.num_kv_heads * arch.head_dim
     hidden, wide = arch.hidden_size, arch.intermediate_size
     layer = [

@@ -21,9 +21,9 @@ from common import WARM
 from depthgrow.curriculum import DataPosition, data_start
 from depthgrow.data.batches import pack
 from depthgrow.optim import learning_rate
-from depthgrow.runner import Prepared
+from depthgrow.phase import build_student
+from depthgrow.prepare import Prepared
 from depthgrow.study import Node, Study
-from depthgrow.trainer import build_student
 
 
 def hf_student(prepared: Prepared, node: Node) -> Any:

@@ -24,14 +24,15 @@ from depthgrow.config import override
 from depthgrow.data.batches import Batches
 from depthgrow.data.classes import TokenClasses
 from depthgrow.data.tokens import TokenizedDocuments
-from depthgrow.ledger import Flops, causal_pairs
+from depthgrow.ledger import Flops, StepWork, causal_pairs
 from depthgrow.metrics import read_metrics
+from depthgrow.phase import Materials
 from depthgrow.recipes import load_recipe
 from depthgrow.runtime import pick_device
 from depthgrow.study import Facts, plan_tree
 from depthgrow.teacher.cache import Rows, open_cache
 from depthgrow.teacher.live import LiveTeacher
-from depthgrow.trainer import Materials, run_phase
+from depthgrow.trainer import run_phase
 
 
 class Untold(LiveTeacher):
@@ -119,8 +120,9 @@ def main() -> None:
             found = rates([r for r in read_metrics(folder / "metrics.jsonl") if r["kind"] == "train"])
             rows[name] = found | {"peak_gib": peak}
     lengths = documents.num_targets.tolist()
-    step_flops = Flops.of(arch).train_step(sum(lengths), causal_pairs(lengths), 9, 9) / sum(lengths)
-    teacher_flops = Flops.of(arch).forward(sum(lengths), causal_pairs(lengths), arch.num_layers) / sum(lengths)
+    flops, work, spent = Flops.of(arch), StepWork(layers=9, trained=9), (sum(lengths), causal_pairs(lengths))
+    step_flops = (flops.student(*spent, work) + flops.teacher(*spent, work)) / sum(lengths)  # the teacher's logits too
+    teacher_flops = flops.forward(*spent, arch.num_layers) / sum(lengths)
     for row in rows.values():
         row["tflops"] = row["tokens_per_second"] * step_flops / 1e12
         row["utilisation"] = row["tflops"] / options.peak_tflops

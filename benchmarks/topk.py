@@ -16,7 +16,7 @@ from common import Quiet, arguments, save, show
 from depthgrow.arms import finished_arm, load_student
 from depthgrow.data.batches import group_by_length, pack
 from depthgrow.head_loss import ObjectiveConfig, TeacherTargets, TopTargets, head_loss, top_targets
-from depthgrow.runner import prepare
+from depthgrow.prepare import prepare
 from depthgrow.runtime import torch_dtype
 from depthgrow.teacher.cache import row_bytes
 

@@ -98,9 +98,11 @@ def _private_cache(tmp_path_factory, monkeypatch, shared):
 def mini(shared):
     """A whole study in a second or two, on the tiny teacher."""
     from depthgrow.config import override
+    from depthgrow.data.tokens import prepare_tokens
+    from depthgrow.files import cache_root
     from depthgrow.recipes import debug
 
-    return override(
+    study = override(
         debug(),
         {
             "name": "mini",
@@ -119,6 +121,9 @@ def mini(shared):
             "train.jobs": 1,
         },
     )
+    # a stop is heard while texts are tokenized, too: once that is done, the polls of a test are steps
+    prepare_tokens(study.data, shared.tokenizer, cache_root(), train_documents=study.shard_documents)
+    return study
 
 
 class Silent:
@@ -148,6 +153,17 @@ class StopAt:
     def requested(self) -> bool:
         self.count += 1
         return self.count in self.polls
+
+
+class StopIn:
+    """Requests a stop from the first step on that is reported of a phase whose label has ``text``."""
+
+    def __init__(self, listener: Silent, text: str):
+        self.listener, self.text = listener, text
+
+    @property
+    def requested(self) -> bool:
+        return any(self.text in label for label, *_ in self.listener.reports)
 
 
 @pytest.fixture

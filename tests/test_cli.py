@@ -19,8 +19,8 @@ from depthgrow import cli
 from depthgrow.checkpoint import latest_checkpoint
 from depthgrow.cli import main
 from depthgrow.files import UserError
+from depthgrow.phase import TrainConfig
 from depthgrow.runtime import pick_device
-from depthgrow.trainer import TrainConfig
 
 REPOSITORY = Path(__file__).parent.parent
 
@@ -212,7 +212,7 @@ def test_a_missing_checkpoint_is_named_and_nothing_is_lost(recipe, tmp_path, cap
         assert main(arguments) == 2
         (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("depthgrow:")]
         assert str(node) in line
-        assert "no checkpoint" in line
+        assert "no whole checkpoint" in line
         assert "delete the folder" in line
     assert main(["report", str(out)]) == 0
     (node / "checkpoints").rmdir() if (node / "checkpoints").exists() else None
@@ -266,9 +266,16 @@ def test_ci_runs_the_readmes_test_command():
     assert os.access(REPOSITORY / ".ci" / "run", os.X_OK)
 
 
+def as_rank(monkeypatch):
+    """What torchrun sets."""
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+
+
 def test_a_rank_that_leaves_the_telling_to_rank_0_lets_it_end_first(monkeypatch, capsys):
     slept = []
     monkeypatch.setattr(cli.time, "sleep", slept.append)
+    as_rank(monkeypatch)
     for rank, silent in (("1", True), ("0", False)):
         monkeypatch.setenv("RANK", rank)
         assert cli.main(["study", "no-such-recipe"]) == 2
@@ -290,6 +297,7 @@ def test_compiling_is_asked_for_in_one_of_three_words(capsys):
 
 def test_a_rank_beyond_the_gpus_speaks_for_itself(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    as_rank(monkeypatch)
     for local, own in (("2", False), ("1", None)):
         monkeypatch.setenv("LOCAL_RANK", local)
         with pytest.raises(UserError, match=f"cuda:{local}") as caught:

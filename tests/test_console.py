@@ -85,5 +85,5 @@ def test_tree_shows_what_is_done_started_left_and_shared():
         "            seed 42  seed 43",
         "pre-grow    ●◐       ○○",
         "pre-freeze  (●)○",
-        "● done  ◐ started  ○ left  (in parentheses: shared with an arm above)",
+        "● done  ◐ started  ○ left  ✗ diverged  (in parentheses: shared with an arm above)",
     ]

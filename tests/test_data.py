@@ -91,11 +91,12 @@ def test_local_folder_of_all_formats_names_and_counts_bad_files(tmp_path):
     assert list(corpus.documents()) == ["one text file", "first", "second", "third", "fourth"]
     assert sorted(Path(p.split(" (")[0]).name for p in corpus.problems) == [
         "empty.txt",
+        "ignored.pdf",
         "latin.txt",
         "other.jsonl",
         "surrogate.jsonl",
     ]
-    assert any("line 1 has no text field" in p for p in corpus.problems)
+    assert any("line 1: no text field" in p for p in corpus.problems)
 
 
 def test_hub_code_reads_a_local_dataset_folder(tmp_path):
@@ -109,8 +110,11 @@ def test_hub_dataset_without_text_or_missing_is_one_line(tmp_path):
     (tmp_path / "train.jsonl").write_text('{"body": "x"}\n')
     with pytest.raises(UserError, match="no column 'text'"):
         list(open_corpus(f"hf:{tmp_path}").documents())
+    with pytest.raises(UserError, match="no such folder"):
+        open_corpus(f"hf:{tmp_path}/nowhere")
+    (tmp_path / "train.jsonl").write_text("not json")
     with pytest.raises(UserError, match="cannot be read"):
-        list(open_corpus(f"hf:{tmp_path}/nowhere").documents())
+        list(open_corpus(f"hf:{tmp_path}").documents())
 
 
 def test_tokens_hold_every_document_once_and_held_out_apart(shared, tmp_path):
@@ -123,8 +127,12 @@ def test_tokens_hold_every_document_once_and_held_out_apart(shared, tmp_path):
     for i in range(len(tokens.train)):
         ids = tokens.train[i]
         assert len(ids) <= 40
-        assert ids[-1] == end
         assert not is_held_out(shared.tokenizer.decode(ids[1:-1])) or len(ids) == 40
+    whole = {(end, *shared.tokenizer(t, add_special_tokens=False).input_ids, end) for t in shared.texts}
+    kept = [tuple(tokens.train[i].tolist()) for i in range(len(tokens.train))]
+    assert 0 < sum(len(ids) < 40 for ids in kept) < len(kept)
+    for ids in kept:  # an end only where the text ends
+        assert ids in whole if len(ids) < 40 else any(ids == w[:40] for w in whole)
     texts = [shared.tokenizer.decode(tokens.held_out[i][1:-1]) for i in range(10)]
     assert all(any(h.startswith(t) for h in held) for t in texts)
 

@@ -269,6 +269,6 @@ def test_an_arms_diagnostics_from_the_command_line(mini, tmp_path, capsys):
     assert main(["diagnose", str(tmp_path), "pre-single"]) == 0
     assert "block  removal" in capsys.readouterr().out
     assert main(["diagnose", str(tmp_path)]) == 0
-    assert "pre-single: ce" in capsys.readouterr().out
+    assert "pre-single seed 42: ce" in capsys.readouterr().out
     assert main(["diagnose", str(tmp_path / "nodes"), "pre-single"]) == 2
     assert "holds no study" in capsys.readouterr().err

@@ -45,15 +45,20 @@ def model():
 def train(net, optimizer, steps, seed=1):
     g = torch.Generator().manual_seed(seed)
     for _ in range(steps):
-        net(torch.randn(8, 4, generator=g)).square().mean().backward()
-        optimizer.step(1e-2)
+        loss = net(torch.randn(8, 4, generator=g)).square().mean()
+        loss.backward()
+        optimizer.step(1e-2, loss.detach())
 
 
 def test_equals_torch_adamw_with_clipping():
     ours, theirs = model(), model()
     c = OptimConfig(peak_lr=1e-2, weight_decay=0.1, clip_norm=0.05)
     train(ours, NamedAdamW(ours.named_parameters(), c, lambda name: name.split(".")[0]), 5)
-    plain = torch.optim.AdamW(theirs.parameters(), lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+    groups = [  # gains and biases are not decayed
+        {"params": [p for p in theirs.parameters() if p.dim() > 1], "weight_decay": 0.1},
+        {"params": [p for p in theirs.parameters() if p.dim() == 1], "weight_decay": 0.0},
+    ]
+    plain = torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95), eps=1e-8)
     g = torch.Generator().manual_seed(1)
     for _ in range(5):
         theirs(torch.randn(8, 4, generator=g)).square().mean().backward()

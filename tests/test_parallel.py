@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -12,7 +13,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import yaml
 
 from conftest import StopAt
 from depthgrow import parallel, trainer
@@ -22,7 +22,8 @@ from depthgrow.curriculum import DataPosition
 from depthgrow.files import UserError, read_json
 from depthgrow.metrics import read_metrics
 from depthgrow.parallel import share
-from depthgrow.runner import prepare, run_study
+from depthgrow.prepare import prepare
+from depthgrow.runner import run_study
 from depthgrow.runtime import Stopped
 from depthgrow.student import DecoderLayer
 
@@ -32,7 +33,7 @@ ARMS = tuple(f"{p}-{c}" for p in ("pre", "post") for c in ("joint", "grow", "fre
 def recipe(study, folder):
     path = folder / "mini.yaml"
     fields = {k: list(v) if isinstance(v, tuple) else v for k, v in fields_of(study)}
-    path.write_text(yaml.safe_dump({"recipe": "debug"} | fields))
+    path.write_text(json.dumps({"recipe": "debug"} | fields))
     return str(path)
 
 
@@ -168,7 +169,8 @@ def test_a_rank_leaves_whole_while_threads_still_hold_tensors(tmp_path):
         "run()\n"
     )
     command = [sys.executable, str(script), "study", "no-such-recipe"]
-    environment = os.environ | {"RANK": "0", "WORLD_SIZE": "1"}
+    launched = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+    environment = os.environ | launched
     result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
     assert result.returncode == 2, result.stderr
     assert result.stderr.count("no-such-recipe") == 1

@@ -10,7 +10,7 @@ import torch
 
 from depthgrow.cli import main
 from depthgrow.config import override
-from depthgrow.ledger import Flops, causal_pairs, matching_joint
+from depthgrow.ledger import Flops, StepWork, causal_pairs, matching_joint
 from depthgrow.plan import architecture_of, make_plan, parameters
 from depthgrow.recipes import load_recipe
 from depthgrow.student import Student, StudentConfig
@@ -71,14 +71,6 @@ def test_flops_equal_what_torch_counts(mini):
     assert counter.get_total_flops() == flops.forward(16, 0, 2)
     assert flops.forward(0, 1, 1) == 2 * 2 * arch.num_heads * arch.head_dim  # q.k and p*v, a multiply-add each
     assert causal_pairs([3, 1]) == 7
-    # a frozen layer that a gradient crosses costs one more forward; a trained one two
-    base = flops.train_step(16, 0, 2, 1)
-    # a head's logits, its two gradients and the teacher's logits; frozen, or without a teacher, one product less
-    assert base - flops.train_step(16, 0, 2, 1, head_trained=False) == 16 * flops.head_per_token
-    assert base - flops.train_step(16, 0, 2, 1, distilled=False) == 16 * flops.head_per_token
-    assert base - 4 * 16 * flops.head_per_token == flops.forward(16, 0, 2) + 2 * flops.forward(16, 0, 1)
-    assert flops.train_step(16, 0, 2, 1, passed=1) - base == flops.forward(16, 0, 1)
-    assert flops.train_step(16, 0, 2, 2) - base == 2 * flops.forward(16, 0, 1)
 
 
 def test_joint_matching_grow_in_closed_form():
@@ -90,7 +82,7 @@ def test_joint_matching_grow_in_closed_form():
         "total_tokens": 150_000 * n,
         "active_layer_tokens": 50_000 * n * (3 + 6 + 9),
         "pairs": 150_000 * pairs,
-        "flops": sum(50_000 * flops.train_step(n, pairs, d, d) for d in (3, 6, 9)),
+        "flops": sum(50_000 * flops.student(n, pairs, StepWork(layers=d, trained=d)) for d in (3, 6, 9)),
     }
     rows = {row.quantity: row for row in matching_joint(spent, 150_000, 9, flops)}
     assert [rows[q].steps for q in ("unique_tokens", "active_layer_tokens", "total_tokens")] == [
@@ -99,7 +91,7 @@ def test_joint_matching_grow_in_closed_form():
         150_000,
     ]
     # the head costs every step the same, so equal FLOPs lie between equal layers and equal tokens
-    head, stack = n * flops.head_per_token * 4, 3 * flops.forward(n, pairs, 9)
+    head, stack = n * flops.head_per_token * 3, 3 * flops.forward(n, pairs, 9)
     assert rows["flops"].steps == round((150_000 * head + 100_000 * stack) / (head + stack))
     assert 100_000 < rows["flops"].steps < 150_000
     assert all(row.spent == pytest.approx(row.target, rel=1e-4) for row in rows.values())
@@ -109,7 +101,7 @@ def test_plan_prints_every_option(capsys):
     assert main(["plan", "laptop", "--train.steps_per_phase", "170"]) == 0
     out = capsys.readouterr().out
     assert "--train.steps_per_phase 170" in out
-    assert "24 phases named by arms, 24 to compute" in " ".join(out.split())
+    assert "24 phases named by arms and seeds, 24 to compute" in " ".join(out.split())
 
 
 def test_unknown_teacher_config_is_one_line(tmp_path):

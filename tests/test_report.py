@@ -212,7 +212,7 @@ def contrast(value, half, seeds=3, settles=9):
 
 def said(deltas, interaction=None, **others):
     """A summary with what the verdict reads."""
-    empty = {"ce_per_phase": [], "diagnostics": {}, "grown": [], "arms": {}, "baselines": {}}
+    empty = {"ce_per_phase": [], "diagnostics": {}, "grown": [], "arms": {}, "baselines": {}, "diverged": []}
     where = {"verdict": True, "folder": "runs/x", "deltas": deltas, "interaction": interaction}
     return empty | where | others
 

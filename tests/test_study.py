@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from conftest import Silent, StopAt, tensors_equal
+from conftest import Silent, StopAt, StopIn, tensors_equal
 from depthgrow.checkpoint import latest_checkpoint
 from depthgrow.config import fields_of, from_dict, override, parse_assignments, to_dict
 from depthgrow.files import UserError
@@ -132,7 +132,7 @@ def test_seeds_are_paired_and_apart(mini, tmp_path):
     for folder in (tmp_path / "nodes").iterdir():
         identity = json.loads((folder / "config.json").read_text())["identity"]
         steps = [r["tokens"] for r in read_metrics(folder / "metrics.jsonl") if r["kind"] == "train"]
-        tokens.setdefault(identity["seed"], []).append(steps)
+        tokens.setdefault(identity["run"]["seed"], []).append(steps)
     assert tokens[42][0] == tokens[42][1] != tokens[43][0] == tokens[43][1]
 
 
@@ -289,8 +289,9 @@ def test_a_record_with_unknown_fields_is_not_half_read(mini):
 
 def test_an_error_in_one_worker_is_not_hidden_by_the_others_stopping(mini, tmp_path):
     study = override(mini, {"train.jobs": 2, "arms": ["pre-single", "post-single"], "train.steps_per_phase": 60})
+    listener = Silent()
     with pytest.raises(Stopped):
-        run(override(study, {"train.jobs": 1}), tmp_path, StopAt(*range(80, 110)))  # after the teacher, in a phase
+        run_study(override(study, {"train.jobs": 1}), tmp_path, stop=StopIn(listener, "single"), listener=listener)
     torn = list((tmp_path / "nodes").glob("*/checkpoints/step-*/weights.safetensors"))
     assert torn
     for path in torn:

@@ -133,7 +133,7 @@ def test_other_teacher_other_documents_other_cache(teacher, tokens, shared, tmp_
 def test_tokenizer_that_does_not_fit_is_refused(shared, tmp_path):
     random_model(Qwen3Config(**{**SIZES, "vocab_size": 200}, head_dim=16)).save_pretrained(tmp_path)
     shared.tokenizer.save_pretrained(tmp_path)
-    with pytest.raises(UserError, match="300 tokens but the model only 200 rows"):
+    with pytest.raises(UserError, match="ids up to 299 but the model only 200 rows"):
         LiveTeacher.load(tmp_path, torch.float32, CPU)
 
 

@@ -14,9 +14,10 @@ from depthgrow.curriculum import CURRICULA, DataPosition, Phase, canonical
 from depthgrow.head_loss import ObjectiveConfig, head_loss
 from depthgrow.metrics import read_metrics
 from depthgrow.optim import NamedAdamW, learning_rate
-from depthgrow.runner import prepare
+from depthgrow.phase import build_student, load_weights, saved_weights, set_trainable
+from depthgrow.prepare import prepare
 from depthgrow.study import plan_tree
-from depthgrow.trainer import build_student, load_weights, run_phase, saved_weights, set_trainable
+from depthgrow.trainer import run_phase
 
 CPU = torch.device("cpu")
 
@@ -369,7 +370,7 @@ def test_clipping_acts_on_the_global_batch(mini, prepared):
     optimizer = NamedAdamW(student.named_parameters(), mini.optim, student.part_of)
     for name, parameter in optimizer.parameters.items():
         parameter.grad = grads[name].clone()
-    norms = optimizer.step(0.0)
+    norms = optimizer.step(0.0, torch.zeros(()))
     assert norms["grad_norm"].item() == pytest.approx(expected.item(), rel=1e-5)
     parts = {"block 0": "layers.0.", "block 2": "layers.2.", "head": "lm_head.", "boundary norm": "norm."}
     for part, prefix in parts.items():

@@ -9,20 +9,21 @@ from typing import Any
 import jinja2
 import torch
 
-from depthgrow.checkpoint import latest_checkpoint
 from depthgrow.console import Console
 from depthgrow.data.tokens import DataConfig, prepare_tokens
 from depthgrow.diagnostics import diagnose
 from depthgrow.evaluate import Evaluation, evaluate_model
 from depthgrow.export.hf import save_hf
-from depthgrow.files import UserError, cache_root, read_json, shown, unknown
-from depthgrow.runner import Prepared, prepare
+from depthgrow.files import UserError, as_path, cache_root, read_done, read_json, shown, unknown
+from depthgrow.phase import TrainConfig, load_weights
+from depthgrow.prepare import Prepared, prepare_held_out
+from depthgrow.runner import final_checkpoint
 from depthgrow.runtime import StopSignal, pick_device, torch_dtype
 from depthgrow.student import Student, StudentConfig
 from depthgrow.study import Study, Workspace, load_study, parse_arm
 from depthgrow.teacher.live import LiveTeacher
 from depthgrow.teacher.sources import resolve_teacher
-from depthgrow.trainer import TrainConfig, evaluate_student, hidden_states, load_weights
+from depthgrow.trainer import evaluate_student, hidden_states
 
 CARD = Path(__file__).parent / "export" / "card.md.j2"
 
@@ -40,18 +41,22 @@ def finished_arm(root: Path, arm: str, seed: int | None) -> tuple[Study, str, in
     chosen = str(seed) if seed is not None else next(iter(seeds))
     if chosen not in seeds:
         raise UserError(f"arm {arm} has no seed {chosen} in {root} (it has {', '.join(seeds)})")
-    key = seeds[chosen][-1]
-    if not Workspace(root).is_done(key):
-        raise UserError(f"arm {arm} of {root} is not finished; run the study again, then export or evaluate it")
-    return study, key, int(chosen)
+    workspace = Workspace(root)
+    lost = next((key for key in seeds[chosen] if workspace.state(key) == "diverged"), None)
+    if lost is not None:
+        step = read_done(workspace.node(lost))["diverged"]["step"]
+        raise UserError(f"arm {arm} seed {chosen} of {root} diverged (step {step} of {lost}): it has no final student")
+    if not all(workspace.is_done(key) for key in seeds[chosen]):
+        raise UserError(
+            f"arm {arm} seed {chosen} of {root} is not finished; run the study again, then export or evaluate it"
+        )
+    return study, seeds[chosen][-1], int(chosen)
 
 
 def load_student(root: Path, study: Study, arm: str, key: str, seed: int, teacher: LiveTeacher) -> Student:
     """The arm's final student on the CPU."""
     folder = Workspace(root).node(key)
-    checkpoint = latest_checkpoint(folder / "checkpoints")
-    if checkpoint is None:
-        raise UserError(f"{folder} has no checkpoint; delete the folder and run the study again")
+    checkpoint = final_checkpoint(folder)
     identity = read_json(folder / "config.json")["identity"]
     if identity["teacher"] != teacher.fingerprint:
         raise UserError(
@@ -61,7 +66,7 @@ def load_student(root: Path, study: Study, arm: str, key: str, seed: int, teache
     named = parse_arm(arm)
     placed = (named.placement, named.intervention)
     student = Student(study.student, teacher.arch, *placed, seed=seed, **teacher.initial)
-    student.append_blocks(identity["phases"][-1]["active"])
+    student.append_blocks(identity["run"]["phases"][-1]["active"])
     load_weights(student, checkpoint.weights(), checkpoint.path)
     return student
 
@@ -73,7 +78,7 @@ def export_arm(root: Path, arm: str, to: Path, seed: int | None, dtype: str) -> 
         resolve_teacher(study.teacher.source), torch_dtype(study.teacher.dtype), torch.device("cpu")
     )
     student = load_student(root, study, arm, key, seed, teacher)
-    done = read_json(Workspace(root).node(key) / "done.json")
+    done = read_done(Workspace(root).node(key))
     trust = "" if student.placement == "pre" else ", trust_remote_code=True"
     card = jinja2.Template(CARD.read_text(), trim_blocks=True, keep_trailing_newline=True).render(
         {"study": study, "arm": arm, "key": key, "seed": seed, "name": to.name, "trust": trust},
@@ -85,7 +90,7 @@ def export_arm(root: Path, arm: str, to: Path, seed: int | None, dtype: str) -> 
         corpora=read_json(root / "data.json")["corpora"],
     )
     save_hf(student, teacher.tokenizer, to, dtype=torch_dtype(dtype), card=card)
-    print(f"{to}: load with AutoModelForCausalLM.from_pretrained({str(to)!r}{trust})")
+    print(f"{to}: {arm} seed {seed}; load with AutoModelForCausalLM.from_pretrained({str(to)!r}{trust})")
     return 0
 
 
@@ -95,20 +100,22 @@ def evaluate_arm(root: Path, arm: str | None, model: str | None, seed: int | Non
         raise UserError("give an arm of the study or --model FOLDER, one of the two")
     found = None if arm is None else finished_arm(root, arm, seed)
     study = load_study(root)[0]
-    with Console() as console:
-        prepared = prepare(study, console)
-        prepared.fill(study, StopSignal(), console)
+    with StopSignal().listening() as stop, Console() as console:
+        prepared = prepare_held_out(root, study, console, stop)
+        prepared.fill(study, stop, console)
     if found is not None and arm is not None:
         student = load_student(root, study, arm, found[1], found[2], prepared.teacher).to(prepared.device)
         result = evaluate_student(student, prepared.materials(study, found[2]), study.train, prepared.device)
+        name = f"{arm} seed {found[2]}"
     else:
         assert model is not None
-        result = _evaluate_folder(model, study, prepared)
+        result, name = _evaluate_folder(model, study, prepared), model
     summary = result.summary()
     if as_json:
-        print(json.dumps(summary | {"documents": len(result.tokens), "tokens": int(result.tokens.sum())}, indent=1))
+        facts = {"documents": len(result.tokens), "tokens": int(result.tokens.sum()), "seed": found and found[2]}
+        print(json.dumps(summary | facts, indent=1))
     else:
-        print(f"{arm or model} on {len(result.tokens)} held-out documents, {int(result.tokens.sum()):,} target tokens")
+        print(f"{name} on {len(result.tokens)} held-out documents, {int(result.tokens.sum()):,} target tokens")
         for name, value in summary.items():
             print(f"  {name:16} {value:.4f}")
     return 0
@@ -132,19 +139,34 @@ def as_student(teacher: LiveTeacher, layers_per_block: int) -> Student:
 
 
 def diagnose_target(
-    target: str, arm: str | None, seed: int | None, corpora: str, documents: int, layers_per_block: int, as_json: bool
+    target: str,
+    arm: str | None,
+    seed: int | None,
+    corpora: str | None,
+    documents: int | None,
+    layers_per_block: int | None,
+    as_json: bool,
 ) -> int:
     """``depthgrow diagnose``: the arms of a study from its files (one of them, or all that are finished), or any model
     folder or name; returns the exit code."""
-    root = Path(target)
+    root = as_path(target)
     if (root / "study.json").exists():
+        if corpora is not None or documents is not None or layers_per_block is not None:
+            raise UserError(
+                "--corpora, --documents and --layers-per-block are for a model; a study's arms were diagnosed on its own "
+                "held-out documents at the end of every phase"
+            )
         names = [arm] if arm is not None else _finished_arms(root)
-        nodes = [Workspace(root).node(finished_arm(root, name, seed)[1]) for name in names]
-        found = dict(zip(names, [read_json(node / "diagnostics.json") for node in nodes], strict=True))
+        seeds = [finished_arm(root, name, seed)[1:] for name in names]
+        found = {
+            name: read_json(Workspace(root).node(key) / "diagnostics.json") | {"seed": own}
+            for name, (key, own) in zip(names, seeds, strict=True)
+        }
     elif arm is not None:
         raise UserError(f"{target} holds no study (no study.json), so it has no arm {arm!r}; give a model alone")
     else:
-        found = {target: _diagnose_model(target, corpora, documents, layers_per_block)}
+        given = (corpora or "docstrings:stdlib", 32 if documents is None else documents)
+        found = {target: _diagnose_model(target, *given, 1 if layers_per_block is None else layers_per_block)}
     if as_json:
         print(json.dumps(found, indent=1))
     else:
@@ -181,8 +203,10 @@ def _cells(values: list[float | None], width: int) -> str:
 
 def _describe(name: str, found: dict[str, Any]) -> str:
     """Three short tables: blocks, layers, tokens that stand out."""
+    seed = f" seed {found['seed']}" if "seed" in found else ""
     lines = [
-        f"{name}: ce {shown(found['ce'])} on a fixed batch: {found['documents']} documents, {found['tokens']:,} target tokens",
+        f"{name}{seed}: ce {shown(found['ce'])} on a fixed batch: {found['documents']} documents, "
+        f"{found['tokens']:,} target tokens",
         "block  removal   angle  update |  RMS mean      std  kurtosis  boundary  delimiter  regular  outliers",
     ]
     names = ("removal", "angle", "relative_update")

@@ -10,6 +10,7 @@ state.json is written last inside a hidden folder, and the folder is renamed int
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,6 +43,21 @@ class Checkpoint:
         return load_file(self.path / FILES[1])
 
 
+def save_tensors(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str] | None = None) -> None:
+    """A safetensors file.
+
+    Raises:
+        OSError: it cannot be written whole; the library's own error, which hides the system's, as the system's.
+    """
+    try:
+        save_file(tensors, path, metadata=metadata)
+    except SafetensorError as error:
+        code = re.search(r"os error (\d+)", str(error))
+        if code is None:
+            raise
+        raise OSError(int(code[1]), os.strerror(int(code[1])), str(path)) from None
+
+
 def save_checkpoint(
     root: Path, weights: dict[str, Tensor], optimizer: dict[str, Tensor], state: dict[str, Any], *, keep: int = 2
 ) -> Checkpoint:
@@ -50,9 +66,7 @@ def save_checkpoint(
     require_space(root, sum(t.nbytes for t in (*weights.values(), *optimizer.values())), "a checkpoint")
     with whole_folder(final) as scratch:
         for name, tensors in zip(FILES, (weights, optimizer), strict=True):
-            save_file({key: value.detach().cpu().contiguous() for key, value in tensors.items()}, scratch / name)
-            with (scratch / name).open("rb") as stream:
-                os.fsync(stream.fileno())
+            save_tensors({key: value.detach().cpu().contiguous() for key, value in tensors.items()}, scratch / name)
         write_json(scratch / "state.json", state | {"sha256": {name: sha256_file(scratch / name) for name in FILES}})
     for old in sorted(root.glob("step-*"))[:-keep]:
         shutil.rmtree(old)

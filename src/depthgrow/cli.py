@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import errno
+import io
 import os
 import sys
 import time
@@ -12,18 +14,36 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from depthgrow import __version__
-from depthgrow.files import UserError
+from depthgrow.files import UserError, as_path, launched
 
-DONE, OUR_FAULT, USER_ERROR, STOPPED = 0, 1, 2, 3
+DONE, OUR_FAULT, USER_ERROR, STOPPED, DIVERGED = 0, 1, 2, 3, 4
 QUIET_SECONDS = 10  # a rank that leaves the telling to rank 0 must not end first: torchrun would end rank 0 unheard
 
 RECIPE = (
     "debug | laptop | laptop-long | laptop-deep | smollm2 | paper | a .py or .yaml | a study's folder, to go on with it"
 )
+OTHER_PATH, MORE_ROOM = "choose another path or change its rights", "make room there and run again"
+REMEDIES = {
+    **dict.fromkeys(
+        (
+            errno.EPERM,
+            errno.EACCES,
+            errno.EEXIST,
+            errno.ENOTDIR,
+            errno.EISDIR,
+            errno.EROFS,
+            errno.ENAMETOOLONG,
+            errno.ELOOP,
+        ),
+        OTHER_PATH,
+    ),
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), MORE_ROOM),
+}
 EPILOG = """\
 options of a recipe are written --section.field value, for example --arms pre-grow,post-grow --seeds 3 --optim.peak_lr 2e-3;
 `depthgrow plan RECIPE` lists them all with their values.
-exit codes: 0 done, 1 our fault, 2 a mistake in the call or its input, 3 stopped by a signal with everything saved.
+exit codes: 0 done, 1 our fault, 2 a mistake in the call or its input, 3 stopped by a signal with everything saved,
+4 done but for phases that diverged (a loss or gradient was not finite).
 """
 
 
@@ -56,14 +76,16 @@ def _parser() -> _Parser:
         sub = command(name, text)
         sub.add_argument("recipe", help=RECIPE)
         if name in ("study", "train"):
-            sub.add_argument("--out", type=Path, help="the study's folder (default: runs/RECIPE, or the folder named)")
+            sub.add_argument(
+                "--out", type=as_path, help="the study's folder (default: runs/RECIPE, or the folder named)"
+            )
         if name == "train":
             sub.add_argument("--arm", required=True, help="for example post-grow")
         if name == "plan":
             sub.add_argument("--json", action="store_true", help="print the plan as JSON")
     sub = command("pretrain", "train a teacher from scratch and export it")
     sub.add_argument("recipe", help="laptop-teacher")
-    sub.add_argument("--out", type=Path, help="folder (default: runs/RECIPE)")
+    sub.add_argument("--out", type=as_path, help="folder (default: runs/RECIPE)")
     _study_commands(command)
     command("doctor", "say what is installed, what is missing, and what this machine offers")
     return parser
@@ -72,18 +94,18 @@ def _parser() -> _Parser:
 def _study_commands(command: Callable[[str, str], argparse.ArgumentParser]) -> None:
     """Those that read what is there: a study's folder, an arm of it, a model."""
     sub = command("ls", "list a study folder's arms and nodes: done, started, missing, shared")
-    sub.add_argument("study", type=Path)
+    sub.add_argument("study", type=as_path)
     sub.add_argument("--json", action="store_true")
     sub = command(
         "match", "name the joint arms that spend what a finished arm spent: tokens, active-layer tokens, FLOPs"
     )
-    sub.add_argument("study", type=Path)
+    sub.add_argument("study", type=as_path)
     sub.add_argument("arm", help="for example post-grow")
     sub.add_argument("--json", action="store_true")
     sub = command("report", "write STUDY/report from the study's files")
-    sub.add_argument("study", type=Path)
+    sub.add_argument("study", type=as_path)
     sub = command("eval", "evaluate an arm's final checkpoint, or a model folder, on a study's held-out documents")
-    sub.add_argument("study", type=Path)
+    sub.add_argument("study", type=as_path)
     sub.add_argument("arm", nargs="?")
     sub.add_argument("--model", help="a Hugging Face model folder with the study's tokenizer")
     sub.add_argument("--seed", type=int)
@@ -92,16 +114,14 @@ def _study_commands(command: Callable[[str, str], argparse.ArgumentParser]) -> N
     sub.add_argument("target", help="a study folder, or a model folder or hub name")
     sub.add_argument("arm", nargs="?", help="an arm of a study folder (default: all that are finished)")
     sub.add_argument("--seed", type=int, help="of the arm (default: the first there is)")
-    sub.add_argument("--corpora", default="docstrings:stdlib", help="text for a model (default: docstrings:stdlib)")
-    sub.add_argument("--documents", type=int, default=32, help="held-out documents of it to use (default: 32)")
-    sub.add_argument(
-        "--layers-per-block", type=int, default=1, help="layers of a model taken as one block (default: 1)"
-    )
+    sub.add_argument("--corpora", help="text for a model (default: docstrings:stdlib)")
+    sub.add_argument("--documents", type=int, help="held-out documents of it to use (default: 32)")
+    sub.add_argument("--layers-per-block", type=int, help="layers of a model taken as one block (default: 1)")
     sub.add_argument("--json", action="store_true")
     sub = command("export", "write an arm's final student as a Hugging Face model folder")
-    sub.add_argument("study", type=Path)
+    sub.add_argument("study", type=as_path)
     sub.add_argument("arm")
-    sub.add_argument("--to", type=Path, required=True, help="folder to write")
+    sub.add_argument("--to", type=as_path, required=True, help="folder to write")
     sub.add_argument("--seed", type=int)
     sub.add_argument("--dtype", default="float32", help="of the weights: float32 | bfloat16")
 
@@ -114,7 +134,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options, rest = _parser().parse_known_args(arguments)
         return _run(options, rest)
     except UserError as error:
-        rank = os.environ.get("RANK", "0")
+        rank = os.environ["RANK"] if launched() else "0"
         if rank == "0" or error.told_elsewhere is False:  # else rank 0 of torchrun says the same
             print(f"depthgrow: {f'rank {rank}: ' if rank != '0' else ''}{error}", file=sys.stderr)
         else:
@@ -126,21 +146,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # whoever read our output has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return DONE
-    except (PermissionError, FileExistsError, NotADirectoryError, IsADirectoryError) as error:
-        print(
-            f"depthgrow: {error.filename}: {error.strerror}; choose another path or change its rights", file=sys.stderr
-        )
-        return USER_ERROR
     except OSError as error:
-        if error.errno in (28, 122):  # no space left, quota exceeded
-            print(f"depthgrow: no space left while writing {error.filename}; free some and run again", file=sys.stderr)
-            return USER_ERROR
-        traceback.print_exc()
-        return OUR_FAULT
+        remedy = REMEDIES.get(error.errno or 0)
+        if remedy is None:
+            traceback.print_exc()
+            return OUR_FAULT
+        print(f"depthgrow: {error.filename}: {error.strerror}; {remedy}", file=sys.stderr)
+        return USER_ERROR
 
 
 def run() -> NoReturn:
-    if "RANK" not in os.environ:
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal or locale without these characters
+    if not launched():
         sys.exit(main())
     try:
         code = main()
@@ -162,7 +181,7 @@ def _run(options: argparse.Namespace, rest: list[str]) -> int:
     elif rest:
         raise UserError(f"unexpected argument {rest[0]!r} (see depthgrow {options.command} --help)")
     ranked = options.command in ("study", "train", "prepare")
-    if "RANK" in os.environ and not ranked:
+    if launched() and not ranked:
         raise UserError(f"{options.command} runs in one process; call it without torchrun")
     if options.command == "report":
         return _report(options.study)
@@ -212,25 +231,28 @@ def _recipe_command(options: argparse.Namespace, assignments: dict[str, Any]) ->
         return plan(study, as_json=options.json)
     from depthgrow.console import Console
     from depthgrow.parallel import first, joined, on_first
-    from depthgrow.runner import prepare, run_study
+    from depthgrow.prepare import prepare
+    from depthgrow.runner import run_study
     from depthgrow.runtime import Stopped, StopSignal, pick_device
 
-    named = Path(options.recipe)
+    named = as_path(options.recipe)
     default = named if options.recipe not in RECIPES and named.is_dir() else Path("runs") / study.name
     root = getattr(options, "out", None) or default
+    diverged: list[str] = []
     with joined(pick_device(study.train.device)), StopSignal().listening() as stop:
         with Console() if first() else Console(open(os.devnull, "w")) as console:
             try:
                 if options.command == "prepare":
                     if study.teacher.source == "smollm2":
                         console.note(f"teacher: {on_first(prepare_smollm2)}")
-                    prepare(study, console).fill(study, stop, console)
+                    prepare(study, console, stop).fill(study, stop, console)
                 else:
-                    run_study(study, root, stop=stop, listener=console)
+                    diverged = run_study(study, root, stop=stop, listener=console)
             except Stopped as stopped:
                 console.note(f"stopped during {stopped}; everything is saved, run the same command to go on")
                 return STOPPED
-        return _report(root) if options.command == "study" and first() else DONE
+        code = _report(root) if options.command == "study" and first() else DONE
+        return DIVERGED if diverged and code == DONE else code
 
 
 def _pretrain(options: argparse.Namespace, assignments: dict[str, Any]) -> int:

@@ -9,9 +9,10 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 from collections.abc import Iterator, Sequence
 from functools import cache
-from typing import Any, TypeVar, cast, get_type_hints
+from typing import Any, TypeVar, cast, get_args, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -37,8 +38,9 @@ def from_dict(cls: type[C], values: dict[str, Any]) -> C:
         UserError: one line naming the field, the value received and what was expected.
     """
     _check_names(cls, values)
+    _refuse_truth_values(cls, values)
     try:
-        return _adapter(cast(Any, cls)).validate_python(values)
+        config = _adapter(cast(Any, cls)).validate_python(values)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"] if part != cls.__name__)
@@ -46,6 +48,31 @@ def from_dict(cls: type[C], values: dict[str, Any]) -> C:
         if first["type"] == "value_error":
             raise UserError(message) from None
         raise UserError(f"--{where} {first['input']!r}: {message[0].lower()}{message[1:]}") from None
+    require_finite(config)
+    return config
+
+
+def require_finite(config: Any) -> None:
+    """Refuse infinities and NaN: no field wants one, and the JSON files that record a run cannot hold them.
+
+    Raises:
+        UserError: naming the field.
+    """
+    for name, value in fields_of(config):
+        for part in value if isinstance(value, tuple) else (value,):
+            if isinstance(part, float) and not math.isfinite(part):
+                hint = "; none turns clipping off" if name.endswith("clip_norm") else ""
+                raise UserError(f"{name}={part} is not a finite number{hint}")
+
+
+def _refuse_truth_values(cls: Any, values: dict[str, Any], prefix: str = "") -> None:
+    """Python counts True as 1: a number written true is a mistake."""
+    hints = get_type_hints(cls)
+    for name, value in values.items():
+        if isinstance(value, dict) and dataclasses.is_dataclass(hints[name]):
+            _refuse_truth_values(hints[name], value, f"{prefix}{name}.")
+        elif isinstance(value, bool) and bool not in (hints[name], *get_args(hints[name])):
+            raise UserError(f"--{prefix}{name} {str(value).lower()}: this field takes no truth value")
 
 
 def _check_names(cls: Any, values: dict[str, Any], prefix: str = "") -> None:

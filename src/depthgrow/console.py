@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import sys
 import time
 from dataclasses import replace
-from typing import Any, TextIO
+from typing import Any, TextIO, cast
 
 from rich.console import Console as RichConsole
 from rich.console import Group, RenderableType
@@ -16,8 +17,8 @@ from rich.table import Column, Table
 from depthgrow.runtime import Paths, Work
 
 PLAIN_EVERY = 15.0  # seconds between two progress lines where there is no terminal
-MARKS = {"done": "●", "started": "◐", "missing": "○"}
-LEGEND = "● done  ◐ started  ○ left  (in parentheses: shared with an arm above)"
+MARKS = {"done": "●", "started": "◐", "missing": "○", "diverged": "✗"}
+LEGEND = "● done  ◐ started  ○ left  ✗ diverged  (in parentheses: shared with an arm above)"
 
 
 def duration(seconds: float) -> str:
@@ -44,19 +45,46 @@ def tree_table(paths: Paths, states: dict[str, str]) -> Table:
 
 def tree_text(paths: Paths, states: dict[str, str]) -> str:
     """The same as lines of text."""
-    console = RichConsole(width=200)
+    console = RichConsole(width=200, file=io.StringIO(), color_system=None, markup=False)
     with console.capture() as captured:
         console.print(tree_table(paths, states), LEGEND, sep="\n")
     return "\n".join(line.rstrip() for line in captured.get().splitlines())
+
+
+class _Lasting:
+    """A stream that may close while it is written to (``| head``, a lost terminal): training goes on without it."""
+
+    def __init__(self, stream: TextIO):
+        self._stream, self._open = stream, True
+
+    def write(self, text: str) -> int:
+        if self._open:
+            try:
+                return self._stream.write(text)
+            except UnicodeEncodeError:  # a terminal without these characters
+                return self._stream.write(text.encode("ascii", "replace").decode())
+            except (OSError, ValueError):
+                self._open = False
+        return len(text)
+
+    def flush(self) -> None:
+        if self._open:
+            try:
+                self._stream.flush()
+            except (OSError, ValueError):
+                self._open = False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
 
 
 class Console:
     """Shows notes and progress; estimates the time left from the work announced by `begin`."""
 
     def __init__(self, stream: TextIO | None = None, *, interactive: bool | None = None):
-        stream = stream or sys.stderr
-        self._rich = RichConsole(file=stream, highlight=False, soft_wrap=True)
-        self._interactive = self._rich.is_terminal if interactive is None else interactive
+        stream = cast(TextIO, _Lasting(stream or sys.stderr))
+        self._rich = RichConsole(file=stream, highlight=False, soft_wrap=True, markup=False)
+        self._interactive = stream.isatty() if interactive is None else interactive  # whatever FORCE_COLOR says
         self._stream = stream
         self._started = 0.0
         self._last_line: dict[str, float] = {}
@@ -65,7 +93,10 @@ class Console:
         self._reported: set[str] = set()
         self._bars_of: dict[str, TaskID] = {}
         self._bars = Progress(
-            TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[facts]}"), console=self._rich
+            TextColumn("{task.description}", markup=False),
+            BarColumn(),
+            TextColumn("{task.fields[facts]}", markup=False),
+            console=self._rich,
         )
         self._paths: Paths = {}
         self._states: dict[str, str] = {}

@@ -162,65 +162,70 @@ def diagnose(
     """
     groups = list(group_by_length(documents, fixed_batch(documents), micro_tokens))
     batches = [pack(documents, group).to(device) for group in groups]
-    head_VD = whole(student.lm_head.weight.detach())
-    layers, size = list(student.layers), student.config.layers_per_block
-    attentions: list[Any] = [layer.self_attn for layer in layers]
-    per_layer, entry = [_Stream() for _ in layers], _Stream()
-    per_block = [_Stream() for _ in range(student.active_blocks)]
-    stream_in: list[list[Tensor]] = [[] for _ in layers]  # of every layer, a batch at a time
-
-    def cross_entropy(**options: list[Any]) -> float:
-        """Of all batches; each option lists one value a batch."""
-        total = torch.zeros((), dtype=torch.float64, device=device)
-        for number, batch in enumerate(batches):
-            hidden_ND = hidden(batch, **{name: values[number] for name, values in options.items()})
-            total += token_values(hidden_ND, head_VD, batch.label_N, None).ce_N.double().sum()
-        return float(total / sum(b.num_targets for b in batches))
-
-    def removal(start: int, end: int) -> float:
-        """Without layers start .. end-1, all their norms included: what entered the first goes into the one after the last."""
-        return cross_entropy(first=[end] * len(batches), stream_ND=stream_in[start]) - full
-
-    def see_layer(i: int, inputs: tuple[Any, ...], out_ND: Tensor) -> None:
-        per_layer[i].add_change(inputs[0], out_ND)
-        if i == 0:
-            entry.add_scale(inputs[0])
-        stream_in[i].append(inputs[0])
-        if i % size == size - 1:
-            per_block[i // size].add_change(stream_in[i - size + 1][-1], out_ND)
-            per_block[i // size].add_scale(out_ND)
-
-    def see_attention(i: int, inputs: tuple[Any, ...], out_ND: Tensor) -> None:
-        h_ND, layout = inputs
-        per_layer[i].add(sink=sink_share(attentions[i], h_ND, layout)[~layout.first_N])
-
-    with _hooked(layers, see_layer), _hooked(attentions, see_attention):
-        full = cross_entropy()
+    seen = _Seen(student, hidden, batches)
     kinds, describe_token = _classify(batches, classes)
+    size = student.config.layers_per_block
     return {
-        "ce": full,
+        "ce": seen.full,
         "tokens": sum(b.num_targets for b in batches),
         "documents": sum(map(len, groups)),
-        "entry": entry.scale(kinds, describe_token),
+        "entry": seen.entry.scale(kinds, describe_token),
         "blocks": [
             {
                 "block": b,
-                "removal": removal(b * size, (b + 1) * size),
-                **per_block[b].change(),
-                **per_block[b].scale(kinds, describe_token),
+                "removal": seen.removal(b * size, (b + 1) * size),
+                **stream.change(),
+                **stream.scale(kinds, describe_token),
             }
-            for b in range(len(per_block))
+            for b, stream in enumerate(seen.blocks)
         ],
         "layers": [
-            {
-                "layer": i,
-                "removal": removal(i, i + 1),
-                **per_layer[i].change(),
-                "sink": per_layer[i]["sink"].mean(0).tolist(),
-            }
-            for i in range(len(layers))
+            {"layer": i, "removal": seen.removal(i, i + 1), **stream.change(), "sink": stream["sink"].mean(0).tolist()}
+            for i, stream in enumerate(seen.layers)
         ],
     }
+
+
+class _Seen:
+    """One pass over the batches, watched: what each layer and block does to the stream, and ``full``, the CE it ends at."""
+
+    def __init__(self, student: Student, hidden: Callable[..., Tensor], batches: list[MicroBatch]):
+        self._hidden, self._batches = hidden, batches
+        self._head_VD = whole(student.lm_head.weight.detach())
+        self._size = student.config.layers_per_block
+        modules = list(student.layers)
+        self._attentions: list[Any] = [layer.self_attn for layer in modules]
+        self.layers, self.entry = [_Stream() for _ in modules], _Stream()
+        self.blocks = [_Stream() for _ in range(student.active_blocks)]
+        self._stream_in: list[list[Tensor]] = [[] for _ in modules]  # of every layer, a batch at a time
+        with _hooked(modules, self._see_layer), _hooked(self._attentions, self._see_attention):
+            self.full = self._cross_entropy()
+
+    def removal(self, start: int, end: int) -> float:
+        """Without layers start .. end-1, all their norms included: what entered the first goes into the one after the last."""
+        return self._cross_entropy(first=[end] * len(self._batches), stream_ND=self._stream_in[start]) - self.full
+
+    def _cross_entropy(self, **options: list[Any]) -> float:
+        """Of all batches; each option lists one value a batch."""
+        total = torch.zeros((), dtype=torch.float64, device=self._head_VD.device)
+        for number, batch in enumerate(self._batches):
+            hidden_ND = self._hidden(batch, **{name: values[number] for name, values in options.items()})
+            total += token_values(hidden_ND, self._head_VD, batch.label_N, None).ce_N.double().sum()
+        return float(total / sum(b.num_targets for b in self._batches))
+
+    def _see_layer(self, i: int, inputs: tuple[Any, ...], out_ND: Tensor) -> None:
+        self.layers[i].add_change(inputs[0], out_ND)
+        if i == 0:
+            self.entry.add_scale(inputs[0])
+        self._stream_in[i].append(inputs[0])
+        if i % self._size == self._size - 1:
+            block = self.blocks[i // self._size]
+            block.add_change(self._stream_in[i - self._size + 1][-1], out_ND)
+            block.add_scale(out_ND)
+
+    def _see_attention(self, i: int, inputs: tuple[Any, ...], out_ND: Tensor) -> None:
+        h_ND, layout = inputs
+        self.layers[i].add(sink=sink_share(self._attentions[i], h_ND, layout)[~layout.first_N])
 
 
 def _classify(

@@ -24,26 +24,28 @@ Targets = Callable[[MicroBatch], TeacherTargets]
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Sums over each held-out document's target tokens, in nats; without a teacher ``kl`` and ``entropy`` are NaN."""
+    """Sums over each held-out document's target tokens, in nats; without a teacher there is no ``kl`` and no entropy."""
 
     tokens: NDArray[np.int64]
     ce: NDArray[np.float64]
-    kl: NDArray[np.float64]
-    teacher_entropy: NDArray[np.float64]
+    kl: NDArray[np.float64] | None = None
+    teacher_entropy: NDArray[np.float64] | None = None
 
     def summary(self) -> dict[str, float]:
         """Means by token: ce, and with a teacher kl, teacher_entropy, soft_ce = kl + teacher_entropy; ppl = exp(ce)."""
         total = self.tokens.sum()
         ce = float(self.ce.sum() / total)
-        result = {"ce": ce, "ppl": float(np.exp(ce))}
-        if not np.isnan(self.kl).any():
+        result = {"ce": ce, "ppl": float(np.exp(np.float64(ce)))}
+        if self.kl is not None and self.teacher_entropy is not None:
             kl, entropy = float(self.kl.sum() / total), float(self.teacher_entropy.sum() / total)
             result |= {"kl": kl, "teacher_entropy": entropy, "soft_ce": kl + entropy}
         return result
 
     def save(self, path: Path) -> None:
+        arrays = {"tokens": self.tokens, "ce": self.ce, "kl": self.kl, "teacher_entropy": self.teacher_entropy}
+        given: dict[str, Any] = {name: values for name, values in arrays.items() if values is not None}
         buffer = io.BytesIO()
-        np.savez(buffer, tokens=self.tokens, ce=self.ce, kl=self.kl, teacher_entropy=self.teacher_entropy)
+        np.savez(buffer, **given)
         write_atomic(path, buffer.getvalue())
 
 
@@ -73,10 +75,8 @@ def evaluate(
         targets: the teacher's, per micro-batch of held-out documents; None for cross-entropy alone.
     """
     count = len(held_out)
-    names = ("ce", "kl", "teacher_entropy")
+    names = ("ce",) if targets is None else ("ce", "kl", "teacher_entropy")
     sums = torch.zeros(len(names), count, dtype=torch.float64, device=device)
-    if targets is None:
-        sums[1:] = torch.nan
     groups = list(group_by_length(held_out, range(count), micro_tokens))
     groups += [[]] * (-len(groups) % world())  # ranks take turns, and make as many passes
     for group in groups[rank() :: world()]:
@@ -84,8 +84,7 @@ def evaluate(
         values = token_values(hidden(batch), head_VD, batch.label_N, None if targets is None else targets(batch))
         documents, lengths = (torch.tensor(x, dtype=torch.long) for x in (group, batch.lengths))
         document_N = documents.repeat_interleave(lengths).to(device)
-        for total, value_N in zip(sums, (values.ce_N, values.kl_N, values.teacher_entropy_N), strict=True):
-            if value_N is not None:
-                total.index_add_(0, document_N, value_N.double())
+        for name, total in zip(names, sums, strict=True):
+            total.index_add_(0, document_N, getattr(values, f"{name}_N").double())
     found = dict(zip(names, sum_ranks(sums).cpu().numpy(), strict=True))
     return Evaluation(tokens=held_out.num_targets.copy(), **found)

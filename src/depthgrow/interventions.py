@@ -55,3 +55,5 @@ INTERVENTIONS: dict[str, Callable[[Tensor, Tensor, float], Tensor]] = {
     "rescale": rescale,
     "structural-clip": structural_clip,
 }
+
+SCALED = ("rescale", "structural-clip")  # those that use the constant c

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from depthgrow.files import UserError, write_atomic
+from depthgrow.files import UserError, finite_or_none, write_atomic
 
 
 class MetricsLog:
@@ -22,11 +22,11 @@ class MetricsLog:
 
     def append(self, records: list[dict[str, Any]]) -> None:
         if records:
-            with self.path.open("a") as stream:
-                stream.writelines(json.dumps(record) + "\n" for record in records)
+            with self.path.open("a", encoding="utf-8") as stream:
+                stream.writelines(_line(record) for record in records)
         for record in records if self._events is not None else ():
             for name, value in record.items():
-                if name not in ("kind", "step"):
+                if name not in ("kind", "step") and value is not None:
                     self._events.add_scalar(f"{record['kind']}/{name}", value, record["step"])
         if self._events is not None:
             self._events.flush()  # a run may be stopped at any step
@@ -41,7 +41,12 @@ class MetricsLog:
             self._events = event_writer()(str(self.path.parent / "tensorboard"), purge_step=step + 1)
         if self.path.exists():
             kept = [record for record in read_metrics(self.path) if record["step"] <= step]
-            write_atomic(self.path, "".join(json.dumps(record) + "\n" for record in kept))
+            write_atomic(self.path, "".join(_line(record) for record in kept))
+
+
+def _line(record: dict[str, Any]) -> str:
+    """A number that is not finite becomes null; one that was not measured has no key."""
+    return json.dumps(finite_or_none(record), allow_nan=False) + "\n"
 
 
 def event_writer() -> Any:
@@ -62,7 +67,7 @@ def event_writer() -> Any:
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """All whole records; a last line torn by a kill is ignored."""
     records = []
-    for line in path.read_text().splitlines() if path.exists() else []:
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
         try:
             records.append(json.loads(line))
         except json.JSONDecodeError:

@@ -17,7 +17,9 @@ from depthgrow.parallel import collected, cut_like, own_part, sharded, sum_ranks
 class OptimConfig:
     """AdamW and its schedule. Learning rates transfer as 1 / width: 1e-4 at hidden 4096 is 3.2e-3 at 128.
 
-    warmup_steps: steps of linear warm-up; None takes ``warmup_share`` of the schedule's length.
+    warmup_steps: steps of linear warm-up; None takes ``warmup_share`` of the schedule's length. weight_decay: of matrices
+    alone; gains of norms and biases are not decayed, since zero is no neutral value of a gain. clip_norm: largest global
+    norm of the gradient; None clips nothing.
     """
 
     peak_lr: float = 1e-4
@@ -28,7 +30,7 @@ class OptimConfig:
     beta2: float = 0.95
     eps: float = 1e-8
     weight_decay: float = 0.0
-    clip_norm: float = 0.5
+    clip_norm: float | None = 0.5
 
     def __post_init__(self) -> None:
         if not 0 <= self.min_lr <= self.peak_lr:
@@ -38,9 +40,10 @@ class OptimConfig:
         for name in ("beta1", "beta2"):
             if not 0 <= getattr(self, name) < 1:
                 raise UserError(f"optim.{name}={getattr(self, name)} must lie in [0, 1)")
-        for name in ("clip_norm", "eps"):
-            if not getattr(self, name) > 0:
-                raise UserError(f"optim.{name}={getattr(self, name)} must be positive")
+        if not self.eps > 0:
+            raise UserError(f"optim.eps={self.eps} must be positive")
+        if self.clip_norm is not None and not self.clip_norm > 0:
+            raise UserError(f"optim.clip_norm={self.clip_norm} must be positive, or none for no clipping")
         if not self.weight_decay >= 0:
             raise UserError(f"optim.weight_decay={self.weight_decay} must be >= 0")
         if self.warmup_steps is not None and self.warmup_steps < 0:
@@ -75,22 +78,30 @@ class NamedAdamW:
         self.config = config
         self.parameters = {name: parameter for name, parameter in named if parameter.requires_grad}
         self._parts = {name: own_part(parameter).detach() for name, parameter in self.parameters.items()}
+        decayed = [self._parts[name] for name, p in self.parameters.items() if p.dim() > 1]
+        others = [self._parts[name] for name, p in self.parameters.items() if p.dim() <= 1]
         self._adamw = torch.optim.AdamW(
-            self._parts.values(),
+            [{"params": decayed, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}],
             lr=config.peak_lr,
             betas=(config.beta1, config.beta2),
             eps=config.eps,
-            weight_decay=config.weight_decay,
             fused=True,
         )
+        # 1 on the device from the first loss or gradient on that was not finite: no update is made any more
+        device = next(iter(self._parts.values())).device if self._parts else torch.device("cpu")
+        self._diverged = torch.zeros((), device=device)
         self.groups: dict[str, list[Tensor]] = {}
         for name, part in self._parts.items():
             self.groups.setdefault(part_of(name), []).append(part)
             self.parameters[name].grad = None  # a stale gradient would be taken for the first step's
 
-    def step(self, lr: float) -> dict[str, Tensor]:
+    def step(self, lr: float, loss: Tensor) -> dict[str, Tensor]:
         """Clip the global gradient norm, update, drop the gradients. Returns the norms before clipping, on the device:
-        'grad_norm' of all and 'grad_norm PART' of each part."""
+        'grad_norm' of all and 'grad_norm PART' of each part.
+
+        If ``loss`` or the norm is not finite, neither this step nor a later one changes a weight or a moment: what was
+        trained until then stays to be saved, and the device is asked only when the losses are read anyway.
+        """
         for name, parameter in self.parameters.items():
             self._parts[name].grad = None if parameter.grad is None else own_part(parameter.grad)
             parameter.grad = None
@@ -100,9 +111,14 @@ class NamedAdamW:
         if sharded():
             norms = sum_ranks(norms.square()).sqrt()
         total = norms.norm()
-        nn.utils.clip_grads_with_norm_(self._parts.values(), self.config.clip_norm, total)
-        self._adamw.param_groups[0]["lr"] = lr
-        self._adamw.step()
+        if self.config.clip_norm is not None:
+            nn.utils.clip_grads_with_norm_(self._parts.values(), self.config.clip_norm, total)
+        healthy = loss.isfinite() & total.isfinite()
+        self._diverged = torch.maximum(self._diverged, (~healthy).to(self._diverged.dtype))
+        for group in self._adamw.param_groups:
+            group["lr"] = lr
+        self._adamw.found_inf = self._diverged  # type: ignore[attr-defined]  # what torch's GradScaler sets: the fused
+        self._adamw.step()  # kernel then leaves everything as it is
         self._adamw.zero_grad(set_to_none=True)
         return {"grad_norm": total} | {
             f"grad_norm {group}": norm for group, norm in zip(self.groups, norms, strict=True)

@@ -10,7 +10,6 @@ averaged, since the loss is already divided by the global batch's tokens.
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
@@ -24,18 +23,13 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
-from depthgrow.files import UserError
+from depthgrow.files import UserError, launched
 
 T = TypeVar("T")
 
 # of a phase, for compiling to repay itself: it takes up to one minute and gains about a tenth (docs/performance.md)
 COMPILE_SECONDS, COMPILE_STEPS = 600.0, 100
 KEEP_GATHERED = 16 * 2**30  # bytes of a whole student's weights
-
-
-def launched() -> bool:
-    """Whether torchrun (or a launcher that sets the same variables) started this process."""
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 @contextmanager

@@ -6,27 +6,24 @@ import json
 from pathlib import Path
 from typing import Any
 
-import yaml
 from rich.console import Console
 from rich.table import Table
 from transformers import AutoConfig
 
 from depthgrow.architecture import Architecture
 from depthgrow.config import fields_of, from_dict, to_dict
-from depthgrow.curriculum import data_start
-from depthgrow.files import UserError, cache_root, free_space
+from depthgrow.curriculum import Phase, data_start
+from depthgrow.data.lengths import Lengths, expected_lengths
+from depthgrow.files import UserError, cache_root, free_space, read_yaml
 from depthgrow.ledger import Flops
+from depthgrow.phase import step_work
 from depthgrow.runtime import torch_dtype
 from depthgrow.study import Facts, Study, parse_arm, plan_tree
-from depthgrow.teacher.cache import pick_live, row_bytes
+from depthgrow.teacher.cache import pick_live, row_bytes, teacher_work
 from depthgrow.teacher.sources import resolve_teacher
-from depthgrow.trainer import step_work
 
 # Shapes of teachers that a plan must know without a network: public facts of their config files.
-KNOWN_SHAPES: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("known_shapes.yaml").read_text())
-
-# Mean target tokens per document: the published study's own (3.11B over 50,000 x 64), and the wiki lead sections'.
-MEAN_TOKENS = {"paper": 3.1128e9 / (50_000 * 64), "laptop": 170.0, "smollm2": 120.0, "debug": 90.0}
+KNOWN_SHAPES: dict[str, Any] = read_yaml(Path(__file__).with_name("known_shapes.yaml"))
 
 PAPER_PARAMETERS = {"stack": 1.85e9, "without_head": 2.47e9, "total": 3.09e9}
 PAPER_TOKENS = {"joint": (3.11e9, 3.11e9), "grow": (9.34e9, 3.11e9)}
@@ -61,19 +58,32 @@ def parameters(study: Study, arch: Architecture) -> dict[str, int]:
     }
 
 
-def budget(study: Study, arm: str, arch: Architecture, mean_tokens: float) -> dict[str, Any]:
-    """An arm's ledger in closed form, for documents of ``mean_tokens`` target tokens."""
-    phases, flops = study.phases(arm), Flops.of(arch)
-    batch_tokens = study.train.batch_documents * mean_tokens
-    batch_pairs = study.train.batch_documents * mean_tokens * (mean_tokens + 1) / 2
-    total = active = work = 0.0
+def phase_cost(
+    study: Study, phase: Phase, placement: str, arch: Architecture, lengths: Lengths, live: bool
+) -> dict[str, float]:
+    """What one phase reads and computes: 'total_tokens', 'active_layer_tokens', 'train_flops', 'teacher_flops'."""
+    flops = Flops.of(arch)
+    tokens, pairs = (study.train.batch_documents * mean for mean in (lengths.tokens, lengths.pairs))
+    work = step_work(phase, placement, study.student, **teacher_work(arch, live=live, kept=study.teacher.kept))
+    return {
+        "total_tokens": phase.steps * tokens,
+        "active_layer_tokens": phase.steps * tokens * work.layers,
+        "train_flops": phase.steps * flops.student(tokens, pairs, work),
+        "teacher_flops": phase.steps * flops.teacher(tokens, pairs, work),
+    }
+
+
+def _sum(rows: list[dict[str, float]]) -> dict[str, float]:
+    return {name: sum(row[name] for row in rows) for name in rows[0]}
+
+
+def budget(study: Study, arm: str, arch: Architecture, lengths: Lengths, live: bool) -> dict[str, Any]:
+    """An arm's ledger in closed form, for documents of ``lengths``."""
+    phases, placement = study.phases(arm), parse_arm(arm).placement
+    spent = _sum([phase_cost(study, phase, placement, arch, lengths, live) for phase in phases])
     read: set[tuple[int, int]] = set()
     shard_batches = study.shard_documents // study.train.batch_documents
     for index, phase in enumerate(phases):
-        step = step_work(phase, parse_arm(arm).placement, study.student.layers_per_block)
-        total += phase.steps * batch_tokens
-        active += phase.steps * batch_tokens * step["layers"]
-        work += phase.steps * flops.train_step(int(batch_tokens), int(batch_pairs), **step)
         start = data_start(phases, index)
         if phase.steps >= shard_batches:
             read.update((start.shard, b) for b in range(shard_batches))
@@ -83,10 +93,11 @@ def budget(study: Study, arm: str, arch: Architecture, mean_tokens: float) -> di
         "arm": arm,
         "layers": [p.active * study.student.layers_per_block for p in phases],
         "steps": sum(p.steps for p in phases),
-        "total_tokens": round(total),
-        "unique_tokens": round(len(read) * batch_tokens),
-        "active_layer_tokens": round(active),
-        "train_flops": work,
+        "total_tokens": round(spent["total_tokens"]),
+        "unique_tokens": round(len(read) * study.train.batch_documents * lengths.tokens),
+        "active_layer_tokens": round(spent["active_layer_tokens"]),
+        "train_flops": spent["train_flops"],
+        "teacher_flops": spent["teacher_flops"],
     }
 
 
@@ -106,35 +117,52 @@ def memory(study: Study, arch: Architecture) -> dict[str, int]:
 def make_plan(study: Study) -> dict[str, Any]:
     """Everything `depthgrow plan` shows."""
     arch = architecture_of(study.teacher.source)
-    mean_tokens = min(MEAN_TOKENS.get(study.name, 170.0), study.data.max_tokens)
+    lengths = expected_lengths(study.data.corpora, study.teacher.source, study.data.max_tokens)
     tree = plan_tree(study, Facts(study.teacher.source, tuple(map(str, range(study.num_shards()))), "held-out", "any"))
-    dtype = torch_dtype(study.teacher.dtype)
-    trained, held_out = study.shard_documents * study.num_shards(), study.data.held_out_documents
+    cache = cache_bytes(study, arch, lengths)
+    root = Path(study.teacher.cache_dir) if study.teacher.cache_dir else cache_root()
+    picked = study.teacher.targets
+    if picked == "auto":
+        picked = "live" if pick_live(cache["hidden"], root)[0] else "hidden"
+    costs = {
+        key: phase_cost(study, node.run.phase, node.run.placement, arch, lengths, picked == "live")
+        for key, node in tree.nodes.items()
+    }
     return {
         "study": study.name,
         "architecture": to_dict(arch),
         "parameters": parameters(study, arch),
-        "mean_tokens_per_document": mean_tokens,
-        "budgets": [budget(study, arm, arch, mean_tokens) for arm in study.arms],
+        "mean_tokens_per_document": lengths.tokens,
+        "mean_pairs_per_document": lengths.pairs,
+        "lengths_basis": lengths.basis,
+        "budgets": [budget(study, arm, arch, lengths, picked == "live") for arm in study.arms],
+        "computed": _sum(list(costs.values())),
+        "named": _sum([costs[key] for keys in tree.paths.values() for key in keys]),
         "nodes": [
             {
-                "phase": i + 1,
+                "phase": len(n.run.phases),
                 "layers": n.run.phase.active * study.student.layers_per_block,
                 "steps": n.run.phase.steps,
                 "trainable": n.run.phase.trainable,
                 "arms": [f"{arm} seed {seed}" for arm, seed in n.users],
             }
             for n in tree.nodes.values()
-            for i in (len(n.run.phases) - 1,)
         ],
         "phases_named": sum(len(n.users) for n in tree.nodes.values()),
         "memory_bytes": memory(study, arch),
-        "teacher_cache_bytes": {
-            # held-out targets are exact in every mode
-            name: round(mean_tokens * (trained * row_bytes(arch, dtype, top) + held_out * row_bytes(arch, dtype)))
-            for name, top in (("hidden", 0), ("topk", study.teacher.top))
-        },
+        "targets": picked,
+        "teacher_cache_bytes": cache,
         "fields": dict(fields_of(study)),
+    }
+
+
+def cache_bytes(study: Study, arch: Architecture, lengths: Lengths) -> dict[str, int]:
+    """Bytes on disk of the teacher's targets, by what is kept; held-out targets are exact in every mode."""
+    dtype = torch_dtype(study.teacher.dtype)
+    trained, held_out = study.shard_documents * study.num_shards(), study.data.held_out_documents
+    return {
+        name: round(lengths.tokens * (trained * row_bytes(arch, dtype, top) + held_out * row_bytes(arch, dtype)))
+        for name, top in (("hidden", 0), ("topk", study.teacher.top))
     }
 
 
@@ -144,7 +172,7 @@ def plan(study: Study, *, as_json: bool) -> int:
     if as_json:
         print(json.dumps(content, indent=1))
         return 0
-    console = Console(soft_wrap=True, highlight=False)
+    console = Console(soft_wrap=True, highlight=False, markup=False)
     arch = content["architecture"]
     console.print(
         f"study {study.name}: teacher {study.teacher.source} ({arch['family']}, hidden {arch['hidden_size']}, "
@@ -156,9 +184,34 @@ def plan(study: Study, *, as_json: bool) -> int:
         stated = f"{PAPER_PARAMETERS[name] / 1e9:.2f}B" if name in PAPER_PARAMETERS else ""
         table.add_row(name.replace("_", " "), f"{value:,}", f"{value / 1e9:.3f}B", *([stated] if paper else []))
     console.print(table)
-    console.print(f"budgets in tokens, at {content['mean_tokens_per_document']:.0f} target tokens a document:")
+    _print_budgets(console, content, paper=paper)
+    bytes_ = content["memory_bytes"]
+    parts = ", ".join(f"{k.replace('_', ' ')} {v / 2**30:.2f} GiB" for k, v in bytes_.items())
+    console.print(f"memory (without activations): {parts}")
+    root = Path(study.teacher.cache_dir) if study.teacher.cache_dir else cache_root()
+    hidden, top = (content["teacher_cache_bytes"][name] for name in ("hidden", "topk"))
+    chosen = f"auto: {content['targets']}" if study.teacher.targets == "auto" else study.teacher.targets
+    console.print(
+        f"teacher targets: {chosen}; on disk hidden states take {hidden / 2**30:.2f} GiB, the top {study.teacher.top} "
+        f"{top / 2**30:.2f} GiB, live none; free {free_space(root) / 2**30:.0f} GiB"
+    )
+    console.print("options:")
+    for name, value in content["fields"].items():
+        console.print(f"  --{name} {','.join(map(str, value)) if isinstance(value, tuple) else value}", markup=False)
+    return 0
+
+
+def _print_budgets(console: Console, content: dict[str, Any], *, paper: bool) -> None:
+    """What every arm reads and computes, and what the tree saves by computing shared phases once."""
+    mean = content["mean_tokens_per_document"]
+    console.print(
+        f"budgets in tokens, at {mean:.0f} target tokens and {content['mean_pairs_per_document'] / mean:.0f} attention "
+        f"pairs a token in a document ({content['lengths_basis']}):"
+    )
     table = Table(
-        "arm", "layers", "steps", "total", "unique", "active-layer", "FLOPs", *(["paper"] if paper else []), box=None
+        *("arm", "layers", "steps", "total", "unique", "active-layer", "student FLOPs", "teacher FLOPs"),
+        *(["paper"] if paper else []),
+        box=None,
     )
     for row in content["budgets"]:
         tokens = PAPER_TOKENS.get(row["arm"].partition("-")[2])
@@ -168,32 +221,20 @@ def plan(study: Study, *, as_json: bool) -> int:
             "→".join(map(str, row["layers"])),
             f"{row['steps']:,}",
             *(_short(row[k]) for k in ("total_tokens", "unique_tokens", "active_layer_tokens")),
-            f"{row['train_flops']:.2e}",
+            *(f"{row[k]:.2e}" for k in ("train_flops", "teacher_flops")),
             *extra,
         )
     console.print(table)
-    console.print(f"tree: {content['phases_named']} phases named by arms, {len(content['nodes'])} to compute")
+    spent = {name: content[name]["train_flops"] + content[name]["teacher_flops"] for name in ("computed", "named")}
+    console.print(
+        f"tree: {content['phases_named']} phases named by arms and seeds, {len(content['nodes'])} to compute: "
+        f"{spent['computed']:.2e} FLOPs instead of {spent['named']:.2e}"
+    )
     for node in content["nodes"]:
         console.print(
             f"  phase {node['phase']}  {node['layers']} layers  {node['steps']:,} steps  {node['trainable']}  "
             f"{', '.join(node['arms'])}"
         )
-    bytes_ = content["memory_bytes"]
-    parts = ", ".join(f"{k.replace('_', ' ')} {v / 2**30:.2f} GiB" for k, v in bytes_.items())
-    console.print(f"memory (without activations): {parts}")
-    root = Path(study.teacher.cache_dir) if study.teacher.cache_dir else cache_root()
-    hidden, top = (content["teacher_cache_bytes"][name] for name in ("hidden", "topk"))
-    picked = study.teacher.targets
-    if picked == "auto":
-        picked = f"auto: {'live' if pick_live(hidden, root)[0] else 'hidden'}"
-    console.print(
-        f"teacher targets: {picked}; on disk hidden states take {hidden / 2**30:.2f} GiB, the top {study.teacher.top} "
-        f"{top / 2**30:.2f} GiB, live none; free {free_space(root) / 2**30:.0f} GiB"
-    )
-    console.print("options:")
-    for name, value in content["fields"].items():
-        console.print(f"  --{name} {','.join(map(str, value)) if isinstance(value, tuple) else value}", markup=False)
-    return 0
 
 
 def _short(count: float) -> str:

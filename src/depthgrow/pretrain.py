@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,13 +23,14 @@ from depthgrow.data.documents import open_corpus
 from depthgrow.data.tokens import DataConfig, TokenSet, interleave, is_held_out, prepare_tokens, shuffled
 from depthgrow.evaluate import evaluate_model
 from depthgrow.export.hf import save_hf
-from depthgrow.files import UserError, cache_root, locked, read_json, whole_folder, write_json
+from depthgrow.files import UserError, cache_root, locked, read_done, read_json, whole_folder, write_json
 from depthgrow.head_loss import ObjectiveConfig
 from depthgrow.optim import OptimConfig
+from depthgrow.phase import Materials, PhaseRun, TrainConfig, build_student, load_weights
 from depthgrow.runtime import Listener, StopSignal, environment, pick_device
 from depthgrow.student import StudentConfig
 from depthgrow.teacher.live import LiveTeacher
-from depthgrow.trainer import Materials, PhaseRun, TrainConfig, build_student, load_weights, run_phase
+from depthgrow.trainer import Diverged, run_phase
 
 BOUNDARY_TOKEN = "<|endoftext|>"
 
@@ -90,7 +92,9 @@ def _pretrain(config: Pretrain, out: Path, stop: StopSignal, listener: Listener)
     write_json(out / "config.json", identity)
     tokenizer = _tokenizer(config, out / "tokenizer", listener)
     listener.note("tokenizing " + ", ".join(config.data.corpora))
-    tokens = prepare_tokens(config.data, tokenizer, cache_root(), train_documents=config.data.shard_documents)
+    tokens = prepare_tokens(
+        config.data, tokenizer, cache_root(), train_documents=config.data.shard_documents, stop=stop
+    )
     shard = len(tokens.train)
     batches = Batches(
         tokens.train,
@@ -128,7 +132,12 @@ def _pretrain(config: Pretrain, out: Path, stop: StopSignal, listener: Listener)
     folder, model = out / "run", out / "model"
     folder.mkdir(parents=True, exist_ok=True)
     if not (folder / "done.json").exists():
-        run_phase(run, materials, folder, None, stop=stop, listener=listener)
+        with suppress(Diverged):
+            run_phase(run, materials, folder, None, stop=stop, listener=listener)
+    if read_done(folder).get("state") == "diverged":
+        raise UserError(
+            f"{out} has diverged ({folder / 'done.json'} says where); choose another --out, and a lower rate"
+        )
     if not (model / "provenance.json").exists():
         shutil.rmtree(model, ignore_errors=True)  # whole only with its provenance, which is written last
         _export(config, run, materials, tokens, tokenizer, out)
@@ -138,7 +147,8 @@ def _pretrain(config: Pretrain, out: Path, stop: StopSignal, listener: Listener)
 def _tokenizer(config: Pretrain, folder: Path, listener: Listener) -> Any:
     if not (folder / "tokenizer_config.json").exists():
         listener.note(f"training a tokenizer of {config.arch.vocab_size} tokens")
-        streams = [shuffled(open_corpus(spec)) for spec in config.data.corpora]
+        corpora = [open_corpus(spec) for spec in config.data.corpora]
+        streams = [shuffled(corpus.documents(), corpus.finite) for corpus in corpora]
         texts = (text for text in interleave(streams) if not is_held_out(text))
         limited = (text for _, text in zip(range(config.tokenizer_documents), texts, strict=False))
         with whole_folder(folder) as scratch:

@@ -10,160 +10,41 @@ from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from depthgrow.architecture import Architecture
 from depthgrow.checkpoint import Checkpoint, latest_checkpoint
 from depthgrow.config import to_dict
 from depthgrow.data.baselines import baselines
-from depthgrow.data.batches import Batches, MicroBatch
-from depthgrow.data.tokens import TokenSet, prepare_tokens
-from depthgrow.evaluate import Evaluation, evaluate
-from depthgrow.files import UserError, cache_root, read_json, start_step, write_json
-from depthgrow.head_loss import TeacherTargets, TopTargets
+from depthgrow.evaluate import Evaluation
+from depthgrow.files import UserError, read_done, read_json, start_step, write_json
 from depthgrow.ledger import Flops
 from depthgrow.metrics import event_writer
 from depthgrow.parallel import on_first, on_first_held, sharded
-from depthgrow.runtime import Listener, Paths, Stop, Stopped, Work, num_cores, pick_device, torch_dtype
-from depthgrow.study import Facts, Node, Study, Tree, Workspace, plan_tree
-from depthgrow.teacher.cache import Rows, TargetCache, is_begun, open_cache, pick_live, row_bytes
-from depthgrow.teacher.live import LiveTeacher
+from depthgrow.plugins import ran, run_file
+from depthgrow.prepare import Prepared, cores, prepare
+from depthgrow.runtime import STOP_SIGNALS, Listener, Paths, Stop, Stopped, Work
+from depthgrow.study import Facts, Node, Study, Tree, Workspace, plan_tree, with_absolute_paths
 from depthgrow.teacher.sources import resolve_teacher
-from depthgrow.trainer import Materials, run_phase
+from depthgrow.trainer import Diverged, run_phase
 
 
-@dataclass
-class Prepared:
-    """Teacher, text and targets of a study, ready to train on; ``facts`` go into fingerprints."""
-
-    teacher: LiveTeacher
-    tokens: TokenSet
-    shards: list[TargetCache] | None
-    held_out: TargetCache | None
-    facts: Facts
-    device: torch.device
-
-    def fill(self, study: Study, stop: Stop, listener: Listener) -> None:
-        """Let the teacher see every document once, unless the cache has it already or it stays live."""
-        if self.shards is None or self.held_out is None:
-            return
-        names = ["held-out documents", *(f"shard {i}" for i in range(len(self.shards)))]
-        for name, cache in zip(names, [self.held_out, *self.shards], strict=True):
-            if on_first(partial(bool, cache.missing)):
-                listener.note(f"teacher targets of the {name}: {cache.rows.nbytes / 2**20:.0f} MiB in {cache.folder}")
-
-                def progress(done: int, total: int, name: str = name) -> None:
-                    listener.progress(f"teacher targets, {name}", done, total, {})
-
-                workers = _cores(study, self.device)
-                cache.fill(stop, progress, workers=workers)
-
-    def materials(self, study: Study, seed: int) -> Materials:
-        size, shards = study.shard_documents, self.shards
-
-        def train_targets(batch: MicroBatch) -> TeacherTargets | TopTargets:
-            if shards is None:
-                return self.teacher.targets(batch)
-            return shards[batch.document_ids[0] // size if batch.document_ids else 0].targets(batch)
-
-        batches = Batches(
-            self.tokens.train,
-            shard_documents=size,
-            batch_documents=study.train.batch_documents,
-            micro_tokens=study.train.micro_tokens,
-            seed=seed,
-        )
-        return Materials(
-            arch=self.teacher.arch,
-            initial=self.teacher.initial,
-            classes=self.teacher.classes,
-            batches=batches,
-            held_out=self.tokens.held_out,
-            train_targets=train_targets,
-            read_ahead=shards is not None,
-            held_out_targets=self.held_out_targets,
-        )
-
-    def held_out_targets(self, batch: MicroBatch) -> TeacherTargets:
-        """Always exact, whatever the training targets are."""
-        targets = self.teacher.targets(batch) if self.held_out is None else self.held_out.targets(batch)
-        assert isinstance(targets, TeacherTargets)
-        return targets
-
-    def evaluate_teacher(self, study: Study) -> Evaluation:
-        """The teacher's own CE on the held-out documents."""
-        return evaluate(
-            lambda batch: self.held_out_targets(batch).hidden_ND,
-            self.teacher.head_VD,
-            self.tokens.held_out,
-            None,
-            micro_tokens=study.train.micro_tokens,
-            device=self.device,
-        )
-
-
-def prepare(study: Study, listener: Listener) -> Prepared:
-    """Load the teacher, tokenize the text, open the caches.
-
-    Raises:
-        UserError: teacher or corpus is missing or does not fit; the message says what to install.
-    """
-    device = pick_device(study.train.device)
-    torch.set_num_threads(study.train.threads)
-    dtype = torch_dtype(study.teacher.dtype)
-    listener.note(f"loading teacher {study.teacher.source}")
-    teacher = LiveTeacher.load(resolve_teacher(study.teacher.source), dtype, device)
-    if study.data.max_tokens > teacher.arch.max_positions + 1:
-        raise UserError(
-            f"data.max_tokens={study.data.max_tokens} exceeds the teacher's {teacher.arch.max_positions} positions; lower it"
-        )
-    listener.note("reading " + ", ".join(study.data.corpora))
-    size, count = study.shard_documents, study.num_shards()
-    tokens = prepare_tokens(study.data, teacher.tokenizer, cache_root(), train_documents=size * count)
-    skipped = tokens.info["skipped_files"]
-    for problem in skipped[:5]:
-        listener.note(f"skipped {problem}")
-    if len(skipped) > 5:
-        listener.note(f"skipped {len(skipped)} files in all, named in data.json")
-    parts = [tokens.train.part(i * size, (i + 1) * size) for i in range(count)]
-    facts = Facts(
-        teacher=teacher.fingerprint,
-        shards=tuple(part.content_hash for part in parts),
-        held_out=tokens.held_out.content_hash,
-        device=device.type,
-    )
-    root = Path(study.teacher.cache_dir) if study.teacher.cache_dir else cache_root()
-    exact, micro = Rows(teacher, dtype), study.train.micro_tokens
-    coding = replace(exact, top=study.teacher.kept)
-    if study.teacher.targets == "auto":
-        missing = [part for part in (*parts, tokens.held_out) if not is_begun(root, exact, part, micro)]
-        needed = sum(int(part.num_targets.sum()) for part in missing) * row_bytes(teacher.arch, dtype)
-        live, reason = on_first(lambda: pick_live(needed, root))
-        listener.note(reason)
-    if study.teacher.targets == "live" or (study.teacher.targets == "auto" and live):
-        return Prepared(teacher, tokens, None, None, facts, device)
-    shards = [open_cache(root, coding, part, micro, first=i * size) for i, part in enumerate(parts)]
-    held_out = open_cache(root, exact, tokens.held_out, micro)
-    return Prepared(teacher, tokens, shards, held_out, facts, device)
-
-
-def run_study(study: Study, root: Path, *, stop: Stop, listener: Listener) -> None:
-    """Run what is missing of a study's tree in folder ``root``.
+def run_study(study: Study, root: Path, *, stop: Stop, listener: Listener) -> list[str]:
+    """Run what is missing of a study's tree in folder ``root``. Returns the labels of the phases that have diverged: those
+    end where they did, what would go on from them is not run, and everything else is.
 
     Raises:
         UserError: a mistake the message explains. Stopped: a signal came; the next call goes on from there.
     """
-    workspace = Workspace(root)
+    workspace, study = Workspace(root), with_absolute_paths(study)
     on_first(lambda: workspace.claim(study))
     if study.train.tensorboard:
         event_writer()  # if it is missing, say so before the work and not after
     with on_first_held(workspace.locked):
-        prepared = prepare(study, listener)
+        prepared = prepare(study, listener, stop)
         tree = plan_tree(study, prepared.facts)
         on_first(lambda: workspace.record(study, tree, prepared.facts))
         on_first(lambda: write_json(root / "data.json", prepared.tokens.info))
@@ -172,10 +53,11 @@ def run_study(study: Study, root: Path, *, stop: Stop, listener: Listener) -> No
             evaluation = prepared.evaluate_teacher(study)
             on_first(lambda: _record_teacher(study, prepared, evaluation, root))
         on_first(lambda: _record_baselines(study, prepared, root))
-        done = on_first(lambda: {key for key in tree.nodes if workspace.is_done(key)})
-        missing = [node for node in tree.nodes.values() if node.key not in done]
+        states = on_first(lambda: {key: workspace.state(key) for key in tree.nodes})
+        lost = _behind({key for key, state in states.items() if state == "diverged"}, tree)
+        missing = [node for key, node in tree.nodes.items() if states[key] != "done" and key not in lost]
         named = sum(len(node.users) for node in tree.nodes.values())
-        jobs = 1 if sharded() else min(study.train.jobs or _cores(study, prepared.device), len(missing))
+        jobs = 1 if sharded() else min(study.train.jobs or cores(study, prepared.device), len(missing))
         beside = f", {jobs} side by side" if jobs > 1 else ""
         listener.note(
             f"{len(study.arms)} arms, {named} phases, {len(tree.nodes)} of them distinct, {len(missing)} left to run{beside}"
@@ -187,9 +69,36 @@ def run_study(study: Study, root: Path, *, stop: Stop, listener: Listener) -> No
             settled = replace(study, teacher=replace(study.teacher, targets=picked))
             _run_side_by_side(settled, workspace, tree, missing, prepared.facts, jobs, stop, listener)
         else:
-            for node in missing:
-                _run_node(study, workspace, node, prepared, stop, listener)
-                on_first(partial(_tell_finished_seeds, workspace, tree, node, listener))
+            _run_in_turn(study, workspace, tree, missing, prepared, stop, listener)
+        return on_first(lambda: [n.run.label for n in tree.nodes.values() if workspace.state(n.key) == "diverged"])
+
+
+def _behind(diverged: set[str], tree: Tree) -> set[str]:
+    """The keys of ``diverged`` and of all nodes that go on from one of them."""
+    lost = set(diverged)
+    for node in tree.nodes.values():  # parents first
+        if node.parent in lost:
+            lost.add(node.key)
+    return lost
+
+
+def _run_in_turn(
+    study: Study,
+    workspace: Workspace,
+    tree: Tree,
+    missing: list[Node],
+    prepared: Prepared,
+    stop: Stop,
+    listener: Listener,
+) -> None:
+    lost: set[str] = set()
+    for node in missing:
+        if node.parent in lost:
+            lost.add(node.key)
+        elif _run_node(study, workspace, node, prepared, stop, listener):
+            on_first(partial(_tell_finished_seeds, workspace, tree, node, listener))
+        else:
+            lost.add(node.key)
 
 
 def _announce(workspace: Workspace, tree: Tree, missing: list[Node], arch: Architecture, listener: Listener) -> None:
@@ -197,13 +106,8 @@ def _announce(workspace: Workspace, tree: Tree, missing: list[Node], arch: Archi
     for (arm, seed), keys in tree.paths.items():
         paths.setdefault(arm, {})[str(seed)] = [tree.nodes[key].run.label for key in keys]
     left = {node.run.label: _work(workspace, node, arch) for node in missing}
-    states = {node.run.label: "done" for node in tree.nodes.values() if node.run.label not in left}
-    states |= {label: "started" for label, work in left.items() if work.start}
+    states = {node.run.label: workspace.state(node.key) for node in tree.nodes.values()}
     listener.begin(left, paths, states)
-
-
-def _cores(study: Study, device: torch.device) -> int:
-    return 1 if device.type == "cuda" or sharded() else max(1, num_cores() // study.train.threads)
 
 
 def _work(workspace: Workspace, node: Node, arch: Architecture) -> Work:
@@ -216,19 +120,30 @@ def _work(workspace: Workspace, node: Node, arch: Architecture) -> Work:
 
 def _run_node(
     study: Study, workspace: Workspace, node: Node, prepared: Prepared, stop: Stop, listener: Listener
-) -> None:
+) -> bool:
+    """Whether the phase was trained to its end; not where it diverged."""
     folder, before = workspace.node(node.key), node.parent
     folder.mkdir(parents=True, exist_ok=True)
-    parent = None if before is None else on_first(lambda: _finished(workspace, before))
-    run_phase(node.run, prepared.materials(study, node.run.seed), folder, parent, stop=stop, listener=listener)
+    parent = None if before is None else on_first(lambda: final_checkpoint(workspace.node(before)))
+    try:
+        run_phase(node.run, prepared.materials(study, node.run.seed), folder, parent, stop=stop, listener=listener)
+    except Diverged:
+        return False
+    return True
 
 
-def _finished(workspace: Workspace, key: str) -> Checkpoint:
-    folder = workspace.node(key)
+def final_checkpoint(folder: Path) -> Checkpoint:
+    """The checkpoint of a finished node's last step.
+
+    Raises:
+        UserError: it is not there, or damaged: an older one is another student.
+    """
     checkpoint = latest_checkpoint(folder / "checkpoints")
-    steps = read_json(folder / "done.json")["steps"]
+    steps = read_done(folder)["steps"]
     if checkpoint is None or checkpoint.step != steps:
-        raise UserError(f"{folder} has no checkpoint of its last step {steps}; delete the folder to train it again")
+        raise UserError(
+            f"{folder} has no whole checkpoint of its last step {steps}; delete the folder to train it again"
+        )
     return checkpoint
 
 
@@ -269,8 +184,8 @@ def _die_with_parent() -> None:
     os._exit(1)  # a killed parent: leave its checkpoints as they are and the folder free for the next call
 
 
-def _start_worker(study: Study, root: Path, facts: Facts, queue: Any, event: Any) -> None:
-    for number in (signal.SIGINT, signal.SIGTERM):  # a terminal signals the whole group; the parent decides
+def _start_worker(study: Study, root: Path, facts: Facts, queue: Any, event: Any, files: list[Path]) -> None:
+    for number in STOP_SIGNALS:  # a terminal signals the whole group; the parent decides
         signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=_die_with_parent, daemon=True).start()
     import transformers
@@ -278,14 +193,22 @@ def _start_worker(study: Study, root: Path, facts: Facts, queue: Any, event: Any
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     _worker.update(study=study, workspace=Workspace(root), relay=_Relay(queue, event), facts=facts)
-    _worker["prepared"] = prepare(study, _Quiet(queue, event))
+    try:
+        for path in files:  # what a recipe registers must be known here, too
+            run_file(path)
+        _worker["prepared"] = prepare(study, _Quiet(queue, event))
+    except Exception as error:  # raised from here it would only be told as a broken pool
+        _worker["failed"] = error
 
 
-def _work_on(node: Node) -> str:
+def _work_on(node: Node) -> bool:
+    if "failed" in _worker:
+        raise _worker["failed"]
     if _worker["prepared"].facts != _worker["facts"]:
         raise UserError("teacher or text changed while the study was starting; run the command again")
-    _run_node(_worker["study"], _worker["workspace"], node, _worker["prepared"], _worker["relay"], _worker["relay"])
-    return node.key
+    return _run_node(
+        _worker["study"], _worker["workspace"], node, _worker["prepared"], _worker["relay"], _worker["relay"]
+    )
 
 
 def _run_side_by_side(
@@ -302,9 +225,9 @@ def _run_side_by_side(
     context = multiprocessing.get_context("spawn")
     queue, event = context.SimpleQueue(), context.Event()
     waiting = {node.key: node for node in missing}
-    running: dict[Future[str], Node] = {}
+    running: dict[Future[bool], Node] = {}
     errors: list[BaseException] = []
-    initial = (study, workspace.root, facts, queue, event)
+    initial = (study, workspace.root, facts, queue, event, list(ran))
     with (
         _relaying(queue, listener),
         ProcessPoolExecutor(jobs, mp_context=context, initializer=_start_worker, initargs=initial) as pool,
@@ -324,10 +247,13 @@ def _run_side_by_side(
                 for future in finished:
                     node = running.pop(future)
                     error = future.exception()
-                    if error is None:
+                    if error is not None:
+                        errors.append(error)
+                    elif future.result():
                         _tell_finished_seeds(workspace, tree, node, listener)
                     else:
-                        errors.append(error)
+                        for key in _behind({node.key}, tree):
+                            waiting.pop(key, None)
         finally:
             event.set()
     # what went wrong in one worker stops the others: their Stopped must not hide it

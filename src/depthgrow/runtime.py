@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import torch
 
-from depthgrow.files import UserError
+from depthgrow.files import UserError, launched
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -28,7 +28,7 @@ def torch_dtype(name: str) -> torch.dtype:
 
 def pick_device(name: str) -> torch.device:
     """``auto`` is the GPU when there is one, else the CPU; under torchrun a rank's GPU is the one of its local rank."""
-    local = os.environ.get("LOCAL_RANK")
+    local = os.environ.get("LOCAL_RANK") if launched() else None
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if local is not None and name.startswith("cuda:"):
@@ -84,7 +84,7 @@ def environment(device: torch.device) -> dict[str, Any]:
 
 def _processor() -> str:
     try:
-        with open("/proc/cpuinfo") as stream:
+        with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as stream:
             names = [line.split(":", 1)[1].strip() for line in stream if line.startswith("model name")]
         return names[0] if names else platform.processor()
     except OSError:
@@ -102,26 +102,57 @@ class Stopped(Exception):
     """A signal asked the run to stop and everything it needs to go on has been saved."""
 
 
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
 class StopSignal:
-    """Set by SIGINT or SIGTERM; the loops look at it between steps. A second signal ends the process at once."""
+    """Set by SIGINT, SIGTERM or (a lost terminal) SIGHUP; the loops look at it between steps. A second signal ends the
+    process at once.
+
+    at_once: what is being done, where nothing needs to be saved: the signal then raises `Stopped` on the spot.
+    """
 
     def __init__(self) -> None:
         self.requested = False
+        self.at_once: str | None = None
 
     def _handle(self, number: int, frame: Any) -> None:
         if self.requested:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
         self.requested = True
+        if self.at_once is not None:
+            raise Stopped(self.at_once)
 
     @contextmanager
     def listening(self) -> Iterator[StopSignal]:
-        previous = {number: signal.signal(number, self._handle) for number in (signal.SIGINT, signal.SIGTERM)}
+        kinds = [kind for kind in STOP_SIGNALS if signal.getsignal(kind) is not signal.SIG_IGN]  # nohup ignores SIGHUP
+        previous = {kind: signal.signal(kind, self._handle) for kind in kinds}
         try:
             yield self
         finally:
             for number, handler in previous.items():
                 signal.signal(number, handler)
+
+
+@contextmanager
+def stopping_at_once(stop: Stop | None, what: str) -> Iterator[None]:
+    """Inside, a signal raises `Stopped` at once: for work that leaves nothing to save and has no steps.
+
+    Not among several ranks, of which the others would wait for this one.
+    """
+    if not isinstance(stop, StopSignal) or launched():
+        yield
+        return
+    if stop.requested:
+        raise Stopped(what)
+    stop.at_once = what
+    try:
+        yield
+    finally:
+        stop.at_once = None
+    if stop.requested:  # heard while a library was catching exceptions of its own
+        raise Stopped(what)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,18 @@ from typing import Any
 
 from depthgrow.architecture import Architecture
 from depthgrow.console import tree_text
-from depthgrow.files import UserError, cache_root, free_space, read_json, read_study, shown, start_step, unknown
+from depthgrow.files import (
+    UserError,
+    cache_root,
+    free_space,
+    node_state,
+    read_done,
+    read_json,
+    read_study,
+    shown,
+    start_step,
+    unknown,
+)
 from depthgrow.ledger import Flops, matching_joint
 
 
@@ -29,18 +40,22 @@ def study_status(root: Path) -> dict[str, Any]:
             for number, key in enumerate(keys, 1):
                 node = nodes.setdefault(key, _node(root / "nodes" / key, number))
                 node["arms"].append(f"{arm} seed {seed}")
-            done = sum(nodes[key]["state"] == "done" for key in keys)
-            arms[f"{arm} seed {seed}"] = "done" if done == len(keys) else f"{done} of {len(keys)} phases"
+            states = [nodes[key]["state"] for key in keys]
+            done = states.count("done")
+            state = "done" if done == len(keys) else f"{done} of {len(keys)} phases"
+            arms[f"{arm} seed {seed}"] = f"{state}, then diverged" if "diverged" in states else state
     return {"study": record["config"]["name"], "arms": arms, "nodes": nodes}
 
 
 def _node(folder: Path, number: int) -> dict[str, Any]:
-    node: dict[str, Any] = {"phase": number, "state": "missing", "arms": []}
-    if (folder / "done.json").exists():
-        done = read_json(folder / "done.json")
-        return node | {"state": "done", "step": done["steps"], "held_out_ce": done["final"]["ce"]}
-    step = start_step(folder)
-    return node | {"state": "started", "step": step} if step else node
+    state = node_state(folder)
+    node: dict[str, Any] = {"phase": number, "state": state, "arms": []}
+    if state == "done":
+        done = read_done(folder)
+        return node | {"step": done["steps"], "held_out_ce": done["final"]["ce"]}
+    if state == "diverged":
+        return node | {"step": read_done(folder)["diverged"]["step"]}
+    return node | {"step": start_step(folder)} if state == "started" else node
 
 
 def ls(root: Path, *, as_json: bool) -> int:
@@ -73,10 +88,13 @@ def match(root: Path, arm: str, *, as_json: bool) -> int:
     record = read_study(root)
     if arm not in record["arms"]:
         raise unknown("arm", arm, record["arms"])
-    folders = [root / "nodes" / key for key in next(iter(record["arms"][arm].values()))]
-    if not all((folder / "done.json").exists() for folder in folders):
-        raise UserError(f"arm {arm} of {root} is not finished; run the study again, then ask for its matches")
-    done = [read_json(folder / "done.json") for folder in folders]
+    seed, keys = next(iter(record["arms"][arm].items()))
+    folders = [root / "nodes" / key for key in keys]
+    if not all(node_state(folder) == "done" for folder in folders):
+        raise UserError(
+            f"arm {arm} seed {seed} of {root} is not finished; run the study again, then ask for its matches"
+        )
+    done = [read_done(folder) for folder in folders]
     names = {"total_tokens": "tokens", "active_layer_tokens": "active_layer_tokens", "flops": "flops", "pairs": "pairs"}
     spent = {name: sum(d["counted"][key] for d in done) for name, key in names.items()}
     spent["unique_tokens"] = done[-1]["unique_tokens"]
@@ -86,9 +104,10 @@ def match(root: Path, arm: str, *, as_json: bool) -> int:
     rows = matching_joint(spent, sum(d["steps"] for d in done), layers, Flops.of(arch))
     arms = [f"{arm.partition('-')[0]}-joint-long@{row.steps}" for row in rows]
     if as_json:
-        print(json.dumps([{"arm": name} | asdict(row) for name, row in zip(arms, rows, strict=True)], indent=1))
+        found = [{"arm": name, "seed": int(seed)} | asdict(row) for name, row in zip(arms, rows, strict=True)]
+        print(json.dumps(found, indent=1))
         return 0
-    print(f"{layers} layers from the first step, on fresh data, for what {arm} of {root} spent:")
+    print(f"{layers} layers from the first step, on fresh data, for what {arm} seed {seed} of {root} spent:")
     print(f"{'equal':20} {'spent':>12}  {'joint spends':>12}  arm")
     for name, row in zip(arms, rows, strict=True):
         print(f"{row.quantity.replace('_', ' '):20} {row.target:12.4g}  {row.spent:12.4g}  {name}")

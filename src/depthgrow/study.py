@@ -3,27 +3,30 @@
 DIR/study.json          the resolved config, arms and seeds, and which nodes each arm goes through
 DIR/teacher.json        the teacher: source, shapes, hash, held-out CE, provenance
 DIR/data.json           the corpora: source, licence, counts, hashes
-DIR/nodes/KEY/          one phase: config, environment, metrics.jsonl, eval/, checkpoints/, done.json when done
+DIR/nodes/KEY/          one phase: config, environment, metrics.jsonl, eval/, checkpoints/, done.json at its end
 """
 
 from __future__ import annotations
 
 import json
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from depthgrow.config import fields_of, fingerprint, from_dict, to_dict
+from depthgrow.config import fields_of, fingerprint, from_dict, require_finite, to_dict
 from depthgrow.curriculum import CURRICULA, Phase, canonical, data_start, schedule_position
+from depthgrow.data.documents import absolute_spec
 from depthgrow.data.tokens import DataConfig
-from depthgrow.files import UserError, locked, read_json, read_study, unknown, write_json
+from depthgrow.files import UserError, as_path, locked, node_state, read_json, read_study, sweep, unknown, write_json
 from depthgrow.head_loss import ObjectiveConfig
-from depthgrow.interventions import INTERVENTIONS
+from depthgrow.interventions import INTERVENTIONS, SCALED
 from depthgrow.optim import OptimConfig
+from depthgrow.phase import PhaseRun, TrainConfig
 from depthgrow.runtime import torch_dtype
 from depthgrow.student import PLACEMENTS, StudentConfig
-from depthgrow.trainer import PhaseRun, TrainConfig
+from depthgrow.teacher.sources import absolute_source
 
 TARGETS = ("auto", "hidden", "topk", "live")
 
@@ -83,6 +86,10 @@ class Study:
             raise UserError("arms is empty; name at least one, for example --arms pre-grow")
         if self.seeds < 1:
             raise UserError(f"seeds={self.seeds} must be at least 1")
+        require_finite(self)
+        twice = sorted({arm for arm in self.arms if self.arms.count(arm) > 1})
+        if twice:
+            raise UserError(f"arms names {twice[0]!r} twice; name each arm once")
         for arm in self.arms:
             parse_arm(arm)
         warmup, steps = self.optim.warmup_steps, self.train.steps_per_phase
@@ -118,6 +125,18 @@ class Study:
         """Shards that the arms read: 1, and one more for each phase on fresh data."""
         phases = [self.phases(arm) for arm in self.arms]
         return 1 + max(data_start(p, len(p) - 1).shard for p in phases)
+
+
+def with_absolute_paths(study: Study) -> Study:
+    """The study with its folders as they are from everywhere, so that commands called elsewhere find what it was made with."""
+    cache = study.teacher.cache_dir
+    teacher = replace(
+        study.teacher,
+        source=absolute_source(study.teacher.source),
+        cache_dir=None if cache is None else str(as_path(cache).absolute()),
+    )
+    data = replace(study.data, corpora=tuple(absolute_spec(spec) for spec in study.data.corpora))
+    return replace(study, teacher=teacher, data=data)
 
 
 REINIT = 1_000_003  # from a seed to the seed of another initial draw; far from every study's own seeds
@@ -161,12 +180,17 @@ def parse_arm(name: str) -> Arm:
 
 @dataclass(frozen=True)
 class Facts:
-    """What the fingerprints need to know of teacher, text and machine."""
+    """What the fingerprints need to know of teacher, text and machine, found by looking at them, not at their names.
+
+    teacher: hash of shapes and weights; shards, held_out: hashes of token ids; device: 'cpu' or 'cuda'; classes: hash of
+    which tokens are special and which are delimiters.
+    """
 
     teacher: str
     shards: tuple[str, ...]
     held_out: str
     device: str
+    classes: str = ""
 
 
 @dataclass
@@ -212,35 +236,18 @@ def _phase_run(study: Study, facts: Facts, arm: str, seed: int, phases: list[Pha
     # with one block there is no boundary to intervene at: the phase is the plain arm's
     intervention = named.intervention if phases[index].active > 1 else None
     prefix = phases[: index + 1]
-    shards = facts.shards[: data_start(phases, index).shard + 1]
     schedule = schedule_position(phases, index)
-    train = study.train
     init_seed = seed + REINIT if named.reinit else seed
-    identity: dict[str, Any] = {
-        "format": 2,
+    run_facts = {
         "placement": named.placement,
         "intervention": intervention,
-        "student": {k: v for k, v in to_dict(study.student).items() if k != "num_blocks"},
-        "teacher": facts.teacher,
-        "data": {"shards": list(shards), "shard_documents": study.shard_documents, "held_out": facts.held_out},
-        "objective": to_dict(study.objective),
-        "optim": to_dict(study.optim),
-        "numerics": {
-            "batch_documents": train.batch_documents,
-            "micro_tokens": train.micro_tokens,
-            "device": facts.device,
-            "dtype": train.dtype,
-            "threads": train.threads,
-            "teacher_dtype": study.teacher.dtype,
-            "eval_every": train.eval_every,
-        },
         "seed": seed,
         "init_seed": init_seed,
-        "phases": [asdict(phase) for phase in prefix],
+        "phases": [{name.removeprefix("phase."): v for name, v in _told(p, "phase.").items()} for p in prefix],
         "schedule": list(schedule),
+        "shards": list(facts.shards[: data_start(phases, index).shard + 1]),
     }
-    if study.teacher.kept:
-        identity["teacher_top"] = study.teacher.kept
+    identity = identity_of(study, facts, run_facts)
     label = f"{arm} phase {index + 1}/{len(phases)}" + (f" seed {seed}" if study.seeds > 1 else "")
     return PhaseRun(
         label=label,
@@ -249,7 +256,7 @@ def _phase_run(study: Study, facts: Facts, arm: str, seed: int, phases: list[Pha
         student=study.student,
         objective=study.objective,
         optim=study.optim,
-        train=train,
+        train=study.train,
         seed=seed,
         init_seed=init_seed,
         phases=prefix,
@@ -258,21 +265,82 @@ def _phase_run(study: Study, facts: Facts, arm: str, seed: int, phases: list[Pha
     )
 
 
-# Fields that may differ between two calls on one study folder: they change what is run or where, not its results.
+# Fields that may differ between two calls on one study folder: they change what is run, where, or what is written beside
+# it, not a weight. Sources are not compared by name: what is found there decides (see `Facts`).
 FREE_FIELDS = (
     "arms",
+    "data.corpora",
     "seeds",
     "teacher.cache_dir",
+    "teacher.source",
     "teacher.targets",
     "train.checkpoint_every",
     "train.compile",
     "train.device",
+    "train.eval_every",
     "train.jobs",
     "train.log_every",
     "train.recompute",
     "train.tensorboard",
     "verdict",
 )
+
+# Fields that decide a node's content through something else that is in its key: a resolved value, a hash, its phases.
+RESOLVED_FIELDS = (
+    "data.end_token",  # data: hashes of the token ids
+    "data.held_out_documents",
+    "data.max_tokens",
+    "data.min_tokens",
+    "data.near_duplicates",
+    "data.shard_documents",  # None stands for a phase's worth
+    "data.start_token",
+    "name",
+    "seed",
+    "student.boundary_scale",  # only interventions that set a scale
+    "student.num_blocks",  # phases
+    "teacher.top",  # only where targets are cut to the most probable tokens
+    "train.steps_per_phase",  # phases
+)
+
+# Fields that came after the key's format was settled, with the value that stands for what was done before: there they
+# are left out, so that finished studies keep their keys. A field's default may change later; this value may not.
+LATER_FIELDS: dict[str, Any] = {}
+
+
+def _told(config: Any, prefix: str = "") -> dict[str, Any]:
+    """A config's fields as the key holds them."""
+    return {
+        name: value
+        for name, value in fields_of(config, prefix)
+        if not (name in LATER_FIELDS and LATER_FIELDS[name] == value)
+    }
+
+
+def identity_of(study: Study, facts: Facts, run: dict[str, Any]) -> dict[str, Any]:
+    """Everything that decides what a node holds at its end: its key is the fingerprint of this.
+
+    Args:
+        run: what the arm, its seed and its phases say.
+    """
+    ignored = {*FREE_FIELDS, *RESOLVED_FIELDS}
+    identity: dict[str, Any] = {
+        "format": 3,
+        "run": run,
+        "teacher": facts.teacher,
+        "held_out": facts.held_out,
+        "classes": facts.classes,
+        "device": facts.device,
+        "shard_documents": study.shard_documents,
+        "fields": {name: value for name, value in _told(study).items() if name not in ignored},
+    }
+    if study.teacher.kept:
+        identity["teacher_top"] = study.teacher.kept
+    if run["intervention"] in SCALED:
+        identity["boundary_scale"] = study.student.boundary_scale
+    return json.loads(json.dumps(identity))
+
+
+WORDS = {"held_out": "held-out set", "shards": "training text", "classes": "tokenizer"}
 
 
 class Workspace:
@@ -284,13 +352,20 @@ class Workspace:
     def node(self, key: str) -> Path:
         return self.root / "nodes" / key
 
-    def is_done(self, key: str) -> bool:
-        return (self.node(key) / "done.json").exists()
+    def state(self, key: str) -> str:
+        """'done', 'diverged', 'started' or 'missing' (see `depthgrow.files.node_state`)."""
+        return node_state(self.node(key))
 
-    def locked(self) -> AbstractContextManager[None]:
-        return locked(
-            self.root / ".lock", f"{self.root} is in use by another depthgrow process; wait for it or stop it"
-        )
+    def is_done(self, key: str) -> bool:
+        return self.state(key) == "done"
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Nobody else writes here inside; what a killed process left half written is removed first."""
+        with locked(self.root / ".lock", f"{self.root} is in use by another depthgrow process; wait for it or stop it"):
+            for folder in (self.root, *self.root.glob("nodes/*"), *self.root.glob("nodes/*/*")):
+                sweep(folder)
+            yield
 
     def claim(self, study: Study) -> None:
         """Refuse a folder made with another config. Other arms and more seeds of the same study are welcome."""
@@ -310,30 +385,42 @@ class Workspace:
                         "choose another --out or keep the value"
                     )
 
+    def require_same(self, facts: Facts) -> dict[str, Any]:
+        """Refuse teacher, documents or device other than those that the folder was made with; returns study.json or {}.
+
+        Raises:
+            UserError: naming what differs.
+        """
+        path = self.root / "study.json"
+        if not path.exists():
+            return {}
+        earlier, now = read_json(path), json.loads(json.dumps(asdict(facts)))
+        for name, value in earlier["facts"].items():
+            shared = min(len(value), len(now[name]))
+            if value[:shared] != now[name][:shared]:
+                raise UserError(
+                    f"{self.root} was made with another {WORDS.get(name, name)} ({value}) than is found now "
+                    f"({now[name]}): results could not be compared with what is there; choose another --out, or bring "
+                    "back what it was made with"
+                )
+        return earlier
+
     def record(self, study: Study, tree: Tree, facts: Facts) -> None:
         """Write study.json; arms and seeds of earlier calls stay in it.
 
         Raises:
             UserError: those were made with another teacher, other documents or on another kind of device.
         """
-        path = self.root / "study.json"
+        earlier = self.require_same(facts)
         now = json.loads(json.dumps(asdict(facts)))
         arms: dict[str, dict[str, list[str]]] = {}
-        if path.exists():
-            earlier = read_json(path)
+        if earlier:
             arms = earlier["arms"]
-            for name, value in earlier["facts"].items():
-                shared = min(len(value), len(now[name]))
-                if value[:shared] != now[name][:shared]:
-                    raise UserError(
-                        f"{self.root} was made with another {name.replace('_', '-')} ({value}) than is found now "
-                        f"({now[name]}): its arms could not be compared with new ones; choose another --out"
-                    )
             now["shards"] = max(now["shards"], earlier["facts"]["shards"], key=len)
         for (arm, seed), keys in tree.paths.items():
             arms.setdefault(arm, {})[str(seed)] = keys
         whole = replace(study, arms=tuple(arms), seeds=max(len(seeds) for seeds in arms.values()))
-        write_json(path, {"format": 1, "config": to_dict(whole), "facts": now, "arms": arms})
+        write_json(self.root / "study.json", {"format": 1, "config": to_dict(whole), "facts": now, "arms": arms})
 
 
 def load_study(root: Path) -> tuple[Study, dict[str, dict[str, list[str]]]]:

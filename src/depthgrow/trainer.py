@@ -7,193 +7,44 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import math
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from depthgrow.architecture import Architecture
 from depthgrow.checkpoint import Checkpoint, latest_checkpoint, save_checkpoint
 from depthgrow.curriculum import DataPosition, Phase, data_start
 from depthgrow.data.batches import Batches, MicroBatch
-from depthgrow.data.classes import TokenClasses
-from depthgrow.data.tokens import TokenizedDocuments
 from depthgrow.diagnostics import diagnose
-from depthgrow.evaluate import Evaluation, Targets, evaluate
-from depthgrow.files import UserError, read_json, unknown, write_json
-from depthgrow.head_loss import ObjectiveConfig, TeacherTargets, TopTargets
+from depthgrow.evaluate import Evaluation, evaluate
+from depthgrow.files import read_json, write_json
+from depthgrow.head_loss import TeacherTargets, TopTargets
 from depthgrow.ledger import Flops, causal_pairs
 from depthgrow.metrics import MetricsLog, read_metrics
-from depthgrow.optim import NamedAdamW, OptimConfig, learning_rate
-from depthgrow.parallel import (
-    any_rank,
-    collected,
-    on_first,
-    own_part,
-    rank,
-    set_layers,
-    settle_layers,
-    spread,
-    sum_ranks,
-    whole,
-    world,
+from depthgrow.optim import NamedAdamW, learning_rate
+from depthgrow.parallel import any_rank, on_first, rank, set_layers, settle_layers, spread, sum_ranks, whole, world
+from depthgrow.phase import (
+    Materials,
+    PhaseRun,
+    TrainConfig,
+    build_student,
+    load_weights,
+    parameter_counts,
+    saved_weights,
+    step_work,
+    trainable_table,
 )
 from depthgrow.runtime import Listener, Stop, Stopped, environment, pick_device, torch_dtype
-from depthgrow.student import PLACEMENTS, Student, StudentConfig
+from depthgrow.student import Student
 
 
-@dataclass(frozen=True, kw_only=True)
-class TrainConfig:
-    """How steps are made and when things are written. Counts are in steps of one phase, documents, or tokens.
-
-    micro_tokens: most tokens (padding inside attention included) of one forward pass; dtype: of the matrix products
-    (weights, moments and sums stay float32). tensorboard: event files in every node's folder. threads: CPU threads of one
-    phase; jobs: phases run side by side (0: as many as the CPU's cores allow, one on a GPU or under torchrun). recompute:
-    layers run again in the backward pass instead of keeping what it needs; compile: `torch.compile` each layer: 'true',
-    'false', or 'auto', where a phase of ten minutes or more measures faster with it.
-    """
-
-    steps_per_phase: int = 50_000
-    batch_documents: int = 64
-    micro_tokens: int = 8192
-    eval_every: int = 2000
-    checkpoint_every: int = 1000
-    log_every: int = 10
-    dtype: str = "float32"
-    device: str = "auto"
-    tensorboard: bool = False
-    threads: int = 1
-    jobs: int = 0
-    recompute: bool = False
-    compile: str | bool = "auto"
-
-    def __post_init__(self) -> None:
-        for name in (
-            "steps_per_phase",
-            "batch_documents",
-            "micro_tokens",
-            "eval_every",
-            "checkpoint_every",
-            "log_every",
-            "threads",
-        ):
-            if getattr(self, name) < 1:
-                raise UserError(f"train.{name}={getattr(self, name)} must be at least 1")
-        torch_dtype(self.dtype)
-        object.__setattr__(self, "compile", str(self.compile).lower())
-        if self.compile not in ("auto", "true", "false"):
-            raise unknown("train.compile", str(self.compile), ("auto", "true", "false"))
-        if self.jobs < 0:
-            raise UserError(f"train.jobs={self.jobs} must be at least 0 (0: as many as the cores allow)")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Materials:
-    """What every phase of a study shares: shapes, the teacher's tensors, documents, teacher targets."""
-
-    arch: Architecture
-    initial: dict[str, Any]  # the teacher's part of a Student: embedding_VD, head_VD, norm_D, special_ids
-    classes: TokenClasses
-    batches: Batches
-    held_out: TokenizedDocuments
-    train_targets: Callable[[MicroBatch], TeacherTargets | TopTargets] | None
-    held_out_targets: Targets | None
-    read_ahead: bool = False  # training targets come from files: a step's can be read during another
-
-
-@dataclass(frozen=True, kw_only=True)
-class PhaseRun:
-    """Everything that decides the weights at the end of the last of ``phases``, together with the materials.
-
-    seed: of the data order; init_seed: of the student's draw. schedule: (steps of the LR schedule already done, its whole
-    length); identity: what the fingerprint was made of.
-    """
-
-    label: str
-    placement: str
-    intervention: str | None
-    student: StudentConfig
-    objective: ObjectiveConfig
-    optim: OptimConfig
-    train: TrainConfig
-    seed: int
-    init_seed: int
-    phases: Sequence[Phase]
-    schedule: tuple[int, int]
-    identity: dict[str, Any]
-
-    @property
-    def phase(self) -> Phase:
-        return self.phases[-1]
-
-
-def build_student(run: PhaseRun, materials: Materials, device: torch.device) -> Student:
-    """The student of a phase as it starts from nothing but seed and teacher; a parent's weights are loaded over it."""
-    placed = (run.placement, run.intervention)
-    student = Student(run.student, materials.arch, *placed, seed=run.init_seed, **materials.initial).to(device)
-    student.append_blocks(run.phase.active)
-    set_trainable(student, run.phase)
-    return student
-
-
-def set_trainable(student: Student, phase: Phase) -> None:
-    """Blocks by identity: 'newest' leaves a gradient to the last block, head and boundary norm; 'newest-only' to the block."""
-    if phase.trainable == "newest-only":
-        student.requires_grad_(False)
-    for block in range(student.active_blocks):
-        wanted = phase.trainable == "all" or block == phase.active - 1
-        for _, parameter in student.block_parameters(block):
-            parameter.requires_grad_(wanted)
-
-
-def saved_weights(student: Student) -> dict[str, Tensor]:
-    """All parameters but an embedding that is a frozen copy of the teacher's; whole, on rank 0."""
-    return collected(
-        (name, own_part(parameter), parameter)
-        for name, parameter in student.named_parameters()
-        if not (name == "embed_tokens.weight" and student.config.freeze_embedding)
-    )
-
-
-def load_weights(student: Student, weights: dict[str, Tensor], where: Path) -> None:
-    """Copy tensors in by name; blocks the file does not have keep their fresh draw.
-
-    Raises:
-        UserError: the file has a tensor the student lacks, or one of another shape.
-    """
-    own = dict(student.named_parameters())
-    with torch.no_grad():
-        for name, value in weights.items():
-            if name not in own or own[name].shape != value.shape:
-                raise UserError(f"{where}: tensor {name} {tuple(value.shape)} does not fit this student")
-            own[name].copy_(value)
-
-
-def step_work(phase: Phase, placement: str, layers_per_block: int) -> dict[str, Any]:
-    """What `Flops.train_step` needs to know of a phase: layers run, trained, and frozen ones that a gradient crosses."""
-    layers = phase.active * layers_per_block
-    trained = layers if phase.trainable == "all" else layers_per_block
-    head_trained = phase.trainable != "newest-only"
-    entry_trained = head_trained and PLACEMENTS[placement].boundary == "entry"
-    passed = layers - trained if entry_trained else 0
-    return {"layers": layers, "trained": trained, "passed": passed, "head_trained": head_trained}
-
-
-def trainable_table(student: Student) -> str:
-    """One line a phase: parameters in training, and which blocks are frozen."""
-    train = sum(p.numel() for p in student.parameters() if p.requires_grad)
-    frozen = [
-        b for b in range(student.active_blocks) if not any(p.requires_grad for _, p in student.block_parameters(b))
-    ]
-    outside = {"embedding": student.embed_tokens, "boundary norm": student.norm, "head": student.lm_head}
-    parts = [name for name, module in outside.items() if not module.weight.requires_grad]
-    kept = ", ".join(parts + [f"block {b}" for b in frozen]) or "nothing"
-    return f"{student.active_blocks} block(s), {train:,} trainable parameters, frozen: {kept}"
+class Diverged(Exception):
+    """A loss or gradient was not finite; the phase is recorded as diverged, and what was trained before it is kept."""
 
 
 def run_phase(
@@ -203,6 +54,7 @@ def run_phase(
 
     Raises:
         Stopped: a signal came; a checkpoint of the last finished step has been written.
+        Diverged: a loss or gradient was not finite; done.json says so.
     """
     loop = _Loop(run, materials, folder, parent, listener)
     try:
@@ -249,9 +101,10 @@ class _Loop:
         if origin is not None and (newest is not None or not run.phase.reset_optimizer):
             self.optimizer.load_state(origin.optimizer())
         self.done = 0
-        self.counted = {"tokens": 0, "pairs": 0, "active_layer_tokens": 0, "flops": 0, "seconds": 0.0}
+        names = ("tokens", "pairs", "active_layer_tokens", "flops", "teacher_flops")
+        self.counted: dict[str, float] = dict.fromkeys(names, 0) | {"seconds": 0.0}
         if newest is not None:
-            self.done, self.counted = newest.step, newest.state["counted"]
+            self.done, self.counted = newest.step, self.counted | newest.state["counted"]
         self.log = MetricsLog(folder / "metrics.jsonl", tensorboard=self.train.tensorboard)
         on_first(self._cut_back)
         self._record("config.json", {"label": run.label, "identity": run.identity})
@@ -259,8 +112,10 @@ class _Loop:
         resumed = f", from step {self.done}" if self.done else ""
         listener.note(f"{run.label}: {trainable_table(self.student)}{resumed}")
         self._flops = Flops.of(materials.arch)
-        self._work = step_work(run.phase, run.placement, run.student.layers_per_block)
+        distilled = {"teacher_logits": materials.train_targets is not None}
+        self._work = step_work(run.phase, run.placement, run.student, **distilled | materials.teacher_work)
         self._pending: list[dict[str, Any]] = []
+        self._counted_before: list[dict[str, float]] = []  # each pending step
         self._clock = time.perf_counter()
         self._since, self._waited = self._clock, 0.0
         self._reader = ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(self.train.threads,))
@@ -307,19 +162,23 @@ class _Loop:
         run, position = self.run, DataPosition(self._start.shard, self._start.batch + step)
         lengths = self.materials.batches.lengths(position)
         tokens, pairs = sum(lengths), causal_pairs(lengths)
-        distilled = self.materials.train_targets is not None
         sums = self._gradients(self._fetch(step), tokens)
-        lr = learning_rate(run.optim, run.schedule[0] + step, run.schedule[1])
-        norms = self.optimizer.step(lr)
         total = sum_ranks(sums) / tokens
+        lr = learning_rate(run.optim, run.schedule[0] + step, run.schedule[1])
+        norms = self.optimizer.step(lr, total.sum())
         record = {"kind": "train", "step": step + 1, "loss": total[0], "ce": total[1]}
-        if distilled:
+        if self.materials.train_targets is not None:
             record["kl"] = total[2]
         self._pending.append(record | norms | {"lr": lr, "tokens": tokens})
-        self.counted["tokens"] += tokens
-        self.counted["pairs"] += pairs
-        self.counted["active_layer_tokens"] += tokens * self._work["layers"]
-        self.counted["flops"] += self._flops.train_step(tokens, pairs, **self._work, distilled=distilled)
+        self._counted_before.append(dict(self.counted))
+        for name, spent in {
+            "tokens": tokens,
+            "pairs": pairs,
+            "active_layer_tokens": tokens * self._work.layers,
+            "flops": int(self._flops.student(tokens, pairs, self._work)),
+            "teacher_flops": int(self._flops.teacher(tokens, pairs, self._work)),
+        }.items():
+            self.counted[name] += spent
         self.done = step + 1
 
     def _gradients(self, batches: list[tuple[MicroBatch, TeacherTargets | TopTargets | None]], tokens: int) -> Tensor:
@@ -338,7 +197,7 @@ class _Loop:
         """Log, evaluate, save and stop where the step just made calls for it; ranks agree on a stop when they log."""
         train, last = self.train, self.done == self.run.phase.steps
         logging = self.done % train.log_every == 0
-        if logging:
+        if logging or last:
             self._flush()
         stopping = any_rank(stop.requested) if world() == 1 or logging or last else False
         if last or self.done % train.eval_every == 0:
@@ -357,6 +216,9 @@ class _Loop:
         values = torch.stack([record[name].double() for record, name in waiting]).tolist()
         for (record, name), value in zip(waiting, values, strict=True):
             record[name] = value
+        bad = next((i for i, record in enumerate(pending) if not _healthy(record)), None)
+        if bad is not None:
+            self._diverge(bad)
         now, tokens = time.perf_counter(), sum(record["tokens"] for record in pending)
         pending[-1]["tokens_per_second"] = round(tokens / (now - self._since), 1)
         pending[-1]["data_wait"] = round(self._waited / (now - self._since), 5)
@@ -364,6 +226,29 @@ class _Loop:
         on_first(lambda: self.log.append(pending))
         self.listener.progress(self.run.label, pending[-1]["step"], self.run.phase.steps, pending[-1])
         pending.clear()
+        self._counted_before.clear()
+
+    def _diverge(self, bad: int) -> None:
+        """End the phase at the ``bad``-th pending step, whose update the optimizer has left out.
+
+        Raises:
+            Diverged: always.
+        """
+        pending, record = self._pending[: bad + 1], self._pending[bad]
+        self.done, self.counted = record["step"] - 1, self._counted_before[bad]
+        self._pending.clear()
+        on_first(lambda: self.log.append(pending))
+        weights = saved_weights(self.student)
+        if self.done and on_first(lambda: all(bool(p.isfinite().all()) for p in weights.values())):
+            self._save()  # of the step before it; where the weights broke first, an earlier checkpoint stays the last
+        step = record["step"]
+        documents = self.materials.batches.document_ids(DataPosition(self._start.shard, self._start.batch + step - 1))
+        values = {name: record[name] for name in ("loss", "grad_norm")}
+        found = {"step": step, "documents": documents, "values": {name: str(v) for name, v in values.items()}}
+        self._record("done.json", {"state": "diverged", "steps": self.done, "counted": self.counted, "diverged": found})
+        text = f"{self.run.label} diverged at step {step} (loss {values['loss']}, gradient norm {values['grad_norm']})"
+        self.listener.note(f"{text}; what was trained before is kept in {self.folder}")
+        raise Diverged(text)
 
     def _save(self) -> None:
         self._flush()
@@ -410,6 +295,7 @@ class _Loop:
         self._record(
             "done.json",
             {
+                "state": "done",
                 "steps": self.run.phase.steps,
                 "counted": self.counted,
                 "unique_tokens": int(sum(targets_of[i] for i in consumed)),
@@ -426,6 +312,10 @@ class _Loop:
         gc.collect()  # recomputed and sharded layers refer to themselves, and the next phase needs their memory
 
 
+def _healthy(record: dict[str, Any]) -> bool:
+    return all(math.isfinite(record[name]) for name in ("loss", "ce", "kl", "grad_norm") if name in record)
+
+
 def consumed_documents(phases: Sequence[Phase], batches: Batches) -> set[int]:
     """Every document that the steps of ``phases`` read."""
     consumed: set[int] = set()
@@ -434,19 +324,6 @@ def consumed_documents(phases: Sequence[Phase], batches: Batches) -> set[int]:
         for step in range(phase.steps):
             consumed.update(batches.document_ids(DataPosition(start.shard, start.batch + step)))
     return consumed
-
-
-def parameter_counts(student: Student) -> dict[str, int]:
-    """Parameters by part; 'trainable' counts what a joint run would train, norms included."""
-    parts = {
-        "embedding": student.embed_tokens.weight.numel(),
-        "head": student.lm_head.weight.numel(),
-        "boundary_norm": student.norm.weight.numel(),
-        "stack": sum(p.numel() for p in student.layers.parameters()),
-    }
-    frozen = parts["embedding"] if student.config.freeze_embedding else 0
-    total = sum(parts.values())
-    return parts | {"total": total, "trainable": total - frozen}
 
 
 def hidden_states(student: Student, train: TrainConfig, device: torch.device) -> Callable[..., Tensor]:

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from depthgrow.config import fingerprint
+
 
 @dataclass(frozen=True)
 class TokenClasses:
@@ -15,6 +17,11 @@ class TokenClasses:
     special_ids: list[int]
     delimiter_ids: list[int]
     text: Callable[[int], str]
+
+    @property
+    def fingerprint(self) -> str:
+        """Of what decides diagnostics and interventions: which tokens belong to which class."""
+        return fingerprint([self.special_ids, self.delimiter_ids])
 
     @classmethod
     def of(cls, tokenizer: Any, vocab_size: int) -> TokenClasses:

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import importlib.util
+import traceback
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-
-import yaml
+from typing import Any
 
 from depthgrow.config import override
 from depthgrow.data.tokens import DataConfig
-from depthgrow.files import UserError, unknown
+from depthgrow.files import UserError, as_path, read_yaml, unknown
 from depthgrow.optim import OptimConfig
+from depthgrow.phase import TrainConfig
+from depthgrow.plugins import run_file
 from depthgrow.student import StudentConfig
 from depthgrow.study import Study, TeacherConfig, load_study
-from depthgrow.trainer import TrainConfig
 
 
 def debug() -> Study:
@@ -141,29 +141,26 @@ def load_recipe(name: str) -> Study:
     Raises:
         UserError: no such recipe or file, or a field it sets does not exist.
     """
-    path = Path(name)
+    return _load(name, ())
+
+
+def _load(name: str, within: tuple[Path, ...]) -> Study:
+    """``within``: the files that start from this one, outermost first."""
+    path = as_path(name)
     if path.suffix in (".yaml", ".yml", ".py") and not path.exists():
         raise UserError(f"recipe file {name!r} does not exist")
     if path.suffix in (".yaml", ".yml"):
-        try:
-            values = yaml.safe_load(path.read_text())
-        except (yaml.YAMLError, UnicodeDecodeError, IsADirectoryError) as error:
-            raise UserError(f"recipe file {name}: {' '.join(str(error).split())}") from None
-        if not isinstance(values, dict) or not isinstance(values.get("recipe"), str):
+        if path.resolve() in within:
+            raise UserError(f"recipe file {name} starts from itself; its key 'recipe' must name another")
+        values = read_yaml(path)
+        start = values.pop("recipe", None) if isinstance(values, dict) else None
+        if not isinstance(start, str):
             raise UserError(
                 f"recipe file {name} must be a mapping with a key 'recipe' that names the recipe it starts from"
             )
-        return override(load_recipe(values.pop("recipe")), _flatten(values))
+        return override(_load(start, (*within, path.resolve())), _flatten(values, name))
     if path.suffix == ".py":
-        spec = importlib.util.spec_from_file_location("depthgrow_recipe", path)
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        study = module.study() if hasattr(module, "study") else None
-        if not isinstance(study, Study):
-            raise UserError(f"recipe file {name} must define study() returning a depthgrow.study.Study")
-        return study
+        return _run_python(path)
     if name not in RECIPES and (path / "study.json").exists():
         return load_study(path)[0]
     if name not in RECIPES:
@@ -171,8 +168,35 @@ def load_recipe(name: str) -> Study:
     return RECIPES[name]()
 
 
-def _flatten(values: dict[str, object], prefix: str = "") -> dict[str, object]:
-    flat: dict[str, object] = {}
+def _run_python(path: Path) -> Study:
+    try:
+        module = run_file(path)
+        study = module.study() if hasattr(module, "study") else None
+    except (UserError, KeyboardInterrupt):
+        raise
+    except Exception as error:  # whatever the user's own code raises, where it was raised
+        line = next(
+            (f.lineno for f in reversed(traceback.extract_tb(error.__traceback__)) if f.filename == str(path)), None
+        )
+        where = f"{path}:{line}" if line else str(path)
+        raise UserError(f"recipe file {where}: {type(error).__name__}: {' '.join(str(error).split())}") from error
+    if not isinstance(study, Study):
+        raise UserError(f"recipe file {path} must define study() returning a depthgrow.study.Study")
+    return study
+
+
+def _flatten(values: dict[Any, Any], where: str, prefix: str = "") -> dict[str, Any]:
+    """``{"optim": {"peak_lr": x}}`` as ``{"optim.peak_lr": x}``.
+
+    Raises:
+        UserError: a field is set twice, flat and nested.
+    """
+    flat: dict[str, Any] = {}
     for key, value in values.items():
-        flat |= _flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+        name = f"{prefix}{key}"
+        found = _flatten(value, where, f"{name}.") if isinstance(value, dict) else {name: value}
+        twice = next((field for field in found if field in flat), None)
+        if twice is not None:
+            raise UserError(f"recipe file {where} sets {twice} twice; keep one of the two")
+        flat |= found
     return flat

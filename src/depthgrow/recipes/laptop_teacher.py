@@ -5,8 +5,8 @@ from __future__ import annotations
 from depthgrow.architecture import Architecture
 from depthgrow.data.tokens import DataConfig
 from depthgrow.optim import OptimConfig
+from depthgrow.phase import TrainConfig
 from depthgrow.pretrain import Pretrain
-from depthgrow.trainer import TrainConfig
 
 
 def laptop_teacher() -> Pretrain:

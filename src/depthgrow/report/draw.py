@@ -9,6 +9,7 @@ from typing import Any
 import matplotlib
 from matplotlib.figure import Figure
 
+from depthgrow.files import write_atomic
 from depthgrow.report.charts import Chart, Series
 
 DASH = {"solid": "-", "dash": "--", "dot": ":"}
@@ -135,10 +136,11 @@ def _trace(series: Series) -> dict[str, Any]:
 
 
 def save(figure: Figure, stem: Path) -> str:
-    """Write PNG and SVG; returns the SVG as text for the page."""
-    figure.savefig(stem.with_suffix(".png"), dpi=160)
-    buffer = io.StringIO()
+    """Write PNG and SVG, each whole or not at all; returns the SVG as text for the page."""
+    pixels, buffer = io.BytesIO(), io.StringIO()
+    figure.savefig(pixels, format="png", dpi=160)
     figure.savefig(buffer, format="svg", metadata={"Date": None})
     text = buffer.getvalue()
-    stem.with_suffix(".svg").write_text(text)
+    write_atomic(stem.with_suffix(".png"), pixels.getvalue())
+    write_atomic(stem.with_suffix(".svg"), text)
     return text[text.index("<svg") :]

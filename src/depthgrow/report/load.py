@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from depthgrow.files import UserError, read_json, read_study
+from depthgrow.files import UserError, read_done, read_json, read_study
 from depthgrow.metrics import read_metrics
 
 
@@ -44,12 +44,14 @@ class Phase:
 
 @dataclass(frozen=True)
 class Run:
-    """One arm at one seed; ``phases`` are the finished ones, ``planned`` how many it has in all."""
+    """One arm at one seed; ``phases`` are the finished ones, ``planned`` how many it has in all; ``diverged`` says where and
+    how the phase after them ended, if a loss or gradient in it was not finite."""
 
     arm: str
     seed: int
     phases: list[Phase]
     planned: int
+    diverged: str | None = None
 
     @property
     def complete(self) -> bool:
@@ -94,30 +96,36 @@ def load_study_files(root: Path) -> StudyFiles:
         UserError: there is no study in it.
     """
     record = read_study(root)
-    phases: dict[str, Phase | None] = {}
+    phases: dict[str, Phase | str | None] = {}
     runs = {}
     for arm, seeds in record["arms"].items():
         for seed, keys in seeds.items():
             for key in keys:
                 if key not in phases:
                     phases[key] = _load_phase(root / "nodes" / key)
-            finished = []
+            finished: list[Phase] = []
             for key in keys:
                 phase = phases[key]
-                if phase is None:
+                if not isinstance(phase, Phase):
                     break
                 finished.append(phase)
-            runs[arm, int(seed)] = Run(arm, int(seed), finished, len(keys))
+            end = phase if isinstance(phase, str) else None
+            runs[arm, int(seed)] = Run(arm, int(seed), finished, len(keys), end)
     names = ("teacher.json", "data.json", "baselines.json")
     optional = [read_json(root / name) if (root / name).exists() else {} for name in names]
     return StudyFiles(root, record["config"], runs, *optional)
 
 
-def _load_phase(folder: Path) -> Phase | None:
+def _load_phase(folder: Path) -> Phase | str | None:
+    """None where it is not finished, words where it has diverged."""
     if not (folder / "done.json").exists():
         return None
-    done = read_json(folder / "done.json")
-    last = read_json(folder / "config.json")["identity"]["phases"][-1]
+    done = read_done(folder)
+    if done.get("state") == "diverged":
+        found = done["diverged"]
+        named = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in found["values"].items())
+        return f"at step {found['step']} ({named})"
+    last = read_json(folder / "config.json")["identity"]["run"]["phases"][-1]
     return Phase(
         key=folder.name,
         active=last["active"],

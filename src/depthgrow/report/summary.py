@@ -64,7 +64,12 @@ def summarise(study: StudyFiles) -> dict[str, Any]:
         "missing": [
             f"{arm} seed {seed}: {len(run.phases)} of {run.planned} phases done"
             for (arm, seed), run in study.runs.items()
-            if not run.complete
+            if not run.complete and run.diverged is None
+        ],
+        "diverged": [
+            f"{arm} seed {seed}: phase {len(run.phases) + 1} of {run.planned}, {run.diverged}"
+            for (arm, seed), run in study.runs.items()
+            if run.diverged is not None
         ],
         # block by block the paper's three stand beside three, not beside any other number
         "paper": PAPER if study.config["student"]["num_blocks"] == 3 else PAPER | {"blocks": {}, "transitions": {}},
@@ -95,6 +100,11 @@ def _contrast(
     }
     if not seeds:
         absent = [arm for arm in dict.fromkeys([*arms, *beside]) if not study.complete_seeds(arm)]
+        lost = [
+            arm for arm in absent if any(study.runs[arm, s].diverged for s in study.seeds if (arm, s) in study.runs)
+        ]
+        if lost:
+            return result | {"reason": f"{', '.join(lost)} diverged"}
         return result | {"reason": f"{', '.join(absent) or 'no seed of all its arms'} not finished"}
     finals = {arm: [study.runs[arm, seed].phases[-1].documents() for seed in seeds] for arm in arms}
     broken = [arm for arm, found in finals.items() if any(not np.isfinite(f["ce"]).all() for f in found)]

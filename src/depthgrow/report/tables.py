@@ -8,11 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
+from depthgrow.files import read_yaml, shown
 
-from depthgrow.files import shown
-
-DEFINITIONS: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("definitions.yaml").read_text())
+DEFINITIONS: dict[str, Any] = read_yaml(Path(__file__).with_name("definitions.yaml"))
 MISSING = shown(None)
 CLASSES = ("document_boundary", "delimiter", "regular", "outlier")
 

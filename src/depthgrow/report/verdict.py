@@ -13,12 +13,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from depthgrow.files import read_yaml
 from depthgrow.report.statistics import Estimate
 
-PAPER: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("paper.yaml").read_text())
-TWINS: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("twins.yaml").read_text())
+PAPER: dict[str, Any] = read_yaml(Path(__file__).with_name("paper.yaml"))
+TWINS: dict[str, Any] = read_yaml(Path(__file__).with_name("twins.yaml"))
 LEARNED = 0.5  # nats per token
 NEAR_IDENTITY = 0.1  # a block is near-identity when it is worth less than this share of the arm's costliest block
 DRIFT = (
@@ -66,15 +65,20 @@ def sentence(summary: dict[str, Any]) -> str:
     if not summary["verdict"]:
         return TRIAL
     named = [name for name in ("grow", "joint", "freeze") if name in deltas]
-    if not any(deltas[name]["valid"] or "finite" in deltas[name]["reason"] for name in named):
-        return "Nothing to compare yet: no curriculum has both placements finished."
+    if not any(deltas[name]["valid"] or "not finished" not in deltas[name]["reason"] for name in named):
+        return f"Nothing to compare yet: no curriculum has both placements finished.{_diverged(summary)}"
     counts = sorted({len(deltas[name]["seeds"]) for name in named if deltas[name]["valid"]})
     if counts in ([], [1]):
         return _of_two_models(summary, named)
     text = "; ".join(_clause(summary, name, mixed=len(counts) > 1) for name in named)
     text = f"{text[0].upper()}{text[1:]}{_interaction(summary)}"
     basis = f"across {counts[0]} seeds" if len(counts) == 1 else "across the seeds given"
-    return f"{text} (95 % {basis})."
+    return f"{text} (95 % {basis}).{_diverged(summary)}"
+
+
+def _diverged(summary: dict[str, Any]) -> str:
+    """Seeds that are left out of every comparison because they diverged: what is left may be the lucky ones."""
+    return f" Diverged, and left out: {'; '.join(summary['diverged'])}." if summary["diverged"] else ""
 
 
 def _of_two_models(summary: dict[str, Any], named: Sequence[str]) -> str:
@@ -96,7 +100,7 @@ def _of_two_models(summary: dict[str, Any], named: Sequence[str]) -> str:
     return (
         f"One seed: {'; '.join(clauses)} (nats per token, 95 % over held-out documents). One seed does not tell placements "
         f"apart: in the laptop study students that differ only in their seed end {TWINS['low']:.2f} to {TWINS['high']:.2f} "
-        f"apart. `{more_seeds(summary)}` adds seeds."
+        f"apart. `{more_seeds(summary)}` adds seeds.{_diverged(summary)}"
     )
 
 

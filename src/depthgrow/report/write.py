@@ -125,6 +125,10 @@ def _markdown(
     parts = [f"# Study {summary['study']}", summary["sentence"]]
     if summary["missing"]:
         parts.append("Not finished yet:\n\n" + "\n".join(f"- {line}" for line in summary["missing"]))
+    if summary["diverged"]:
+        parts.append(
+            "Diverged (a loss or gradient was not finite):\n\n" + "\n".join(f"- {line}" for line in summary["diverged"])
+        )
     for table in tables:
         parts += [f"## {table.title}", table.markdown(), table.note]
     for figure in figures:

@@ -191,6 +191,12 @@ def row_bytes(arch: Architecture, dtype: torch.dtype, top: int = 0) -> int:
     return 8 * min(top, arch.vocab_size) or arch.hidden_size * dtype.itemsize
 
 
+def teacher_work(arch: Architecture, *, live: bool, kept: int) -> dict[str, Any]:
+    """What a training step asks of the teacher, as fields of `depthgrow.ledger.StepWork`: a live one runs all its layers;
+    one whose most probable tokens are cached (``kept``) is not asked for logits either."""
+    return {"teacher_layers": arch.num_layers * live, "teacher_logits": live or not kept}
+
+
 def pick_live(num_bytes: int, root: Path) -> tuple[bool, str]:
     """Whether a cache that still needs ``num_bytes`` is to be left out, and what to say about it."""
     free = free_space(root)

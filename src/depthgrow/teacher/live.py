@@ -17,8 +17,10 @@ from depthgrow.architecture import Architecture
 from depthgrow.config import fingerprint, to_dict
 from depthgrow.data.batches import MicroBatch
 from depthgrow.data.classes import TokenClasses
-from depthgrow.files import UserError, sha256_file
+from depthgrow.data.tokens import vocabulary_size
+from depthgrow.files import UserError
 from depthgrow.head_loss import TeacherTargets
+from depthgrow.runtime import Stopped
 
 
 @dataclass
@@ -40,20 +42,27 @@ class LiveTeacher:
         Raises:
             UserError: it cannot be found, is of another family, or its tokenizer does not fit.
         """
+        where = f"teacher {str(source)!r}"
         try:
             config = AutoConfig.from_pretrained(source, trust_remote_code=False)
             tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
-        except (OSError, ValueError) as error:
-            reason = " ".join(str(error).split())[:160]
-            raise UserError(f"teacher {str(source)!r} cannot be loaded: {reason}") from None
+        except Stopped:
+            raise
+        except Exception as error:  # damaged files make the libraries raise many kinds
+            raise UserError(f"{where} cannot be loaded: {_short(error)}") from None
         if getattr(config, "auto_map", None):
+            raise UserError(f"{where} needs code of its own (auto_map in its config), which is never run")
+        quantised = getattr(config, "quantization_config", None)
+        if quantised is not None:
+            method = quantised.get("quant_method", "?") if isinstance(quantised, dict) else quantised.quant_method
             raise UserError(
-                f"teacher {str(source)!r} needs code of its own (auto_map in its config), which is never run"
+                f"{where} is quantised ({method}); save it with its weights in bfloat16 or float32 first"
+                " (model.dequantize() in transformers)"
             )
-        rows, used = config.vocab_size, len(tokenizer)
+        rows, used = config.vocab_size, vocabulary_size(tokenizer)
         if used > rows:
             raise UserError(
-                f"teacher {str(source)!r}: its tokenizer has {used} tokens but the model only {rows} rows; "
+                f"{where}: its tokenizer has ids up to {used - 1} but the model only {rows} rows; "
                 "they do not belong together"
             )
         arch = Architecture.from_hf(config, vocab_size=used)
@@ -62,16 +71,17 @@ class LiveTeacher:
                 source, dtype=dtype, trust_remote_code=False, output_loading_info=True
             )
             model, loading = loaded
-        except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-            reason = " ".join(str(error).split())[:160]
-            raise UserError(f"teacher {str(source)!r}: weights cannot be loaded: {reason}") from None
+        except (OSError, ValueError, RuntimeError, ImportError, SafetensorError) as error:
+            raise UserError(f"{where}: weights cannot be loaded: {_short(error)}") from None
         absent = sorted(loading["missing_keys"]) + sorted(map(str, loading["mismatched_keys"]))
         if absent:
-            raise UserError(
-                f"teacher {str(source)!r}: {len(absent)} tensors are missing or misshapen, first {absent[0]}"
-            )
-        model.requires_grad_(False).eval().to(device)
-        return cls(model, tokenizer, arch, fingerprint([to_dict(arch), _weights_hash(model, source)]))
+            raise UserError(f"{where}: {len(absent)} tensors are missing or misshapen, first {absent[0]}")
+        broken = next((name for name, p in model.named_parameters() if not p.isfinite().all()), None)
+        if broken is not None:
+            raise UserError(f"{where}: tensor {broken} has values that are not finite; the file is damaged")
+        model.requires_grad_(False).eval()
+        found = fingerprint([to_dict(arch), _weights_hash(model)])
+        return cls(model.to(device), tokenizer, arch, found)
 
     @property
     def head_VD(self) -> Tensor:
@@ -96,7 +106,7 @@ class LiveTeacher:
     @torch.no_grad()
     def hidden(self, ids_N: Tensor, lengths: list[int]) -> Tensor:
         """Final-normed hidden states of documents laid end to end. Right padding needs no mask under causal attention."""
-        if not lengths:
+        if not any(lengths):
             return self.head_VD.new_empty(0, self.arch.hidden_size)
         ids_BT = torch.nn.utils.rnn.pad_sequence(list(ids_N.split(lengths)), batch_first=True)
         hidden_BTD = self.model.model(input_ids=ids_BT, use_cache=False).last_hidden_state
@@ -106,15 +116,14 @@ class LiveTeacher:
         return TeacherTargets(self.hidden(batch.ids_N, batch.lengths), self.head_VD)
 
 
-def _weights_hash(model: Any, source: str | Path) -> str:
-    """Of the weight files of a local folder; of the tensors themselves for anything else."""
+def _weights_hash(model: Any) -> str:
+    """Of the tensors as they were loaded, so that one model has one hash in whatever files it came."""
     digest = hashlib.sha256()
-    files = sorted(Path(source).glob("*.safetensors")) if Path(source).is_dir() else []
-    if files:
-        for path in files:
-            digest.update(sha256_file(path).encode())
-    else:
-        for name, value in sorted(model.state_dict().items()):
-            digest.update(name.encode())
-            digest.update(value.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    for name, value in sorted(model.state_dict().items()):
+        digest.update(f"{name} {tuple(value.shape)} {value.dtype}".encode())
+        digest.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()[:16]
+
+
+def _short(error: Exception) -> str:
+    return " ".join(str(error).split())[:160] or type(error).__name__

