@@ -160,10 +160,14 @@ def local(path: Path) -> Corpus:
 
     .txt (one document), .jsonl or .ndjson (field ``text`` of each line), each also compressed as .gz or .zst, and .parquet
     (column ``text``). What cannot be read is skipped and named: a line, a row, a file; files of other kinds are named too.
+    Hidden files and folders (a name that starts with a dot) are left out, and how many.
     """
     everything = sorted(f for f in path.rglob("*") if f.is_file()) if path.is_dir() else [path]
-    files = [f for f in everything if _reader(f) is not None]
-    others = [f for f in everything if _reader(f) is None and not f.name.startswith(".")]
+    # drafts that an editor keeps, a version control's copies: they are not what the folder is meant to hold
+    hidden = [f for f in everything if f != path and any(part.startswith(".") for part in f.relative_to(path).parts)]
+    visible = [f for f in everything if f not in set(hidden)]
+    files = [f for f in visible if _reader(f) is not None]
+    others = [f for f in visible if _reader(f) is None]
     known = ", ".join((*READERS, *(f"{kind}{packed}" for kind in LINES for packed in COMPRESSED)))
     if not files and path.is_dir():
         raise UserError(f"corpus {path}: none of its files has a known suffix ({known})")
@@ -172,6 +176,8 @@ def local(path: Path) -> Corpus:
 
     def read(problems: list[str]) -> Iterator[str]:
         problems += [f"{file} (not a text format: {file.suffix or 'no suffix'})" for file in others]
+        if hidden:
+            problems.append(f"{path} ({len(hidden)} hidden files left out, the first {hidden[0]})")
         for file in files:
             reader = _reader(file)
             assert reader is not None

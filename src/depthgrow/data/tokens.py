@@ -361,6 +361,8 @@ def _take_all(taking: _Taking, corpora: list[Corpus], begun: Path, stop: Stop | 
     if begun.exists():
         taking.load(begun, texts)
     while not taking.enough:
+        if stop is not None and stop.requested:
+            raise Stopped("tokenization")
         buffer = list(islice(texts, BATCH))
         if not buffer:
             return
