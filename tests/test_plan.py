@@ -109,3 +109,120 @@ def test_unknown_teacher_config_is_one_line(tmp_path):
     study = override(load_recipe("laptop"), {"teacher.source": str(tmp_path)})
     with pytest.raises(ValueError, match="cannot be read"):
         make_plan(study)
+
+
+@pytest.mark.parametrize("freeze_embedding", [True, False])
+@pytest.mark.parametrize("trainable", ["all", "newest", "newest-only"])
+@pytest.mark.parametrize("placement", ["pre", "post"])
+@pytest.mark.parametrize("targets", ["hidden", "topk", "live", "none"])
+def test_a_steps_flops_are_those_of_its_products(mini, shared, placement, trainable, freeze_embedding, targets):
+    """A real step of two blocks of two layers, every product counted by torch. Its CPU attention kernel is not counted: the
+    ledger's pairs are left out here and checked by hand below."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    from depthgrow.curriculum import Phase
+    from depthgrow.head_loss import ObjectiveConfig, TopTargets
+    from depthgrow.phase import set_trainable, step_work
+    from depthgrow.teacher.cache import teacher_work
+    from depthgrow.teacher.live import LiveTeacher
+
+    teacher = LiveTeacher.load(str(shared.teacher), torch.float32, torch.device("cpu"))
+    config = StudentConfig(layers_per_block=2, freeze_embedding=freeze_embedding)
+    student = Student(config, teacher.arch, placement, seed=0, **teacher.initial)
+    phase = Phase(active=2, steps=1, trainable=trainable)
+    student.append_blocks(2)
+    set_trainable(student, phase)
+    lengths, ids = [9, 14], torch.arange(23) % 50
+    if targets == "topk":
+        p = torch.full((23, 4), 0.25)
+        given = TopTargets(torch.arange(4).expand(23, 4), p.log())
+    else:
+        given = None if targets == "none" else teacher.targets(_batch(ids, lengths))
+    def product(total, a, b, out_shape=None, **scales):
+        return 2 * a[0] * a[1] * b[1]
+
+    in_place = {torch.ops.aten.addmm_: product}  # the head's gradient is summed so, which torch does not count
+    with FlopCounterMode(display=False, custom_mapping=in_place) as counter:
+        if targets == "live":
+            given = teacher.targets(_batch(ids, lengths))
+        loss = student.lm_head(student(ids, lengths), ids, given, ObjectiveConfig(), 23).loss
+        loss.backward()
+    kept = 4 if targets == "topk" else 0
+    work = step_work(phase, placement, config, **teacher_work(teacher.arch, live=targets == "live", kept=kept))
+    flops = Flops.of(teacher.arch)
+    expected = flops.student(23, 0, work)
+    if targets != "none":
+        # a live teacher runs its rectangle, padding included: its real tokens are what the ledger counts
+        expected += flops.teacher(23, 0, work) + (
+            flops.forward(28 - 23, 0, teacher.arch.num_layers) if targets == "live" else 0
+        )
+    assert counter.get_total_flops() == expected
+
+
+def _batch(ids, lengths):
+    from depthgrow.data.batches import MicroBatch
+
+    return MicroBatch(list(range(len(lengths))), lengths, ids, ids)
+
+
+def test_attention_and_frozen_layers_by_hand():
+    flops = Flops(layer_per_token=10, head_per_token=100, attention_per_pair=3, qkv_per_token=4)
+    # forward 2 layers, backward twice a trained one; head: logits and two gradients; the lowest input's gradient is wanted
+    assert flops.student(5, 7, StepWork(layers=2, trained=2)) == (2 + 4) * (5 * 10 + 7 * 3) + 3 * 5 * 100
+    # a frozen layer that a gradient crosses: its maps once, its attention twice
+    crossed = StepWork(layers=2, trained=1, passed=1)
+    assert flops.student(5, 7, crossed) == (2 + 2) * 71 + 5 * 10 + 2 * 7 * 3 + 1500
+    # frozen below, nothing wants the input's gradient: the three maps that read it are spared theirs
+    lone = StepWork(layers=2, trained=1, input_gradient=False, head_trained=False)
+    assert flops.student(5, 7, lone) == (2 + 2) * 71 - 5 * 4 + 2 * 500
+    assert flops.teacher(5, 7, StepWork(layers=2, trained=2, teacher_layers=4)) == 4 * 71 + 500
+    assert flops.teacher(5, 7, StepWork(layers=2, trained=2, teacher_logits=False)) == 0
+
+
+def test_a_plan_counts_what_the_ledger_counts(mini, tmp_path):
+    """The same study planned with its documents' true mean lengths and run: equal tokens and FLOPs, shared phases once."""
+    import json
+    from dataclasses import replace
+
+    from conftest import Silent, StopAt
+    from depthgrow.data.lengths import Lengths
+    from depthgrow.ledger import causal_pairs
+    from depthgrow.plan import phase_cost
+    from depthgrow.prepare import prepare
+    from depthgrow.runner import run_study
+
+    for targets in ("hidden", "live"):
+        study = replace(
+            mini, arms=("pre-grow", "pre-freeze", "pre-single"), teacher=replace(mini.teacher, targets=targets)
+        )
+        run_study(study, tmp_path / targets, stop=StopAt(), listener=Silent())
+        prepared = prepare(study, Silent())
+        lengths = prepared.tokens.train.num_targets.tolist()
+        assert len(lengths) == study.shard_documents  # a phase reads each of them once
+        mean = Lengths(sum(lengths) / len(lengths), causal_pairs(lengths) / len(lengths), "counted")
+        record = json.loads((tmp_path / targets / "study.json").read_text())["arms"]
+        for arm in study.arms:
+            for phase, key in zip(study.phases(arm), record[arm]["42"], strict=True):
+                counted = json.loads((tmp_path / targets / "nodes" / key / "done.json").read_text())["counted"]
+                cost = phase_cost(study, phase, "pre", prepared.teacher.arch, mean, targets == "live")
+                assert counted["tokens"] == pytest.approx(cost["total_tokens"])
+                assert counted["active_layer_tokens"] == pytest.approx(cost["active_layer_tokens"])
+                assert counted["flops"] == pytest.approx(cost["train_flops"], rel=1e-6)
+                assert counted["teacher_flops"] == pytest.approx(cost["teacher_flops"], rel=1e-6)
+    plan = make_plan(study)
+    assert plan["computed"]["train_flops"] < plan["named"]["train_flops"]
+    assert plan["phases_named"] == 7 > len(plan["nodes"]) == 5
+
+
+def test_a_plan_knows_the_text_and_not_the_name():
+    base = load_recipe("paper")
+    named = override(base, {"name": "mine"})
+    assert make_plan(base)["budgets"] == make_plan(named)["budgets"]
+    (joint,) = [b for b in make_plan(base)["budgets"] if b["arm"] == "pre-joint"]
+    assert joint["total_tokens"] == pytest.approx(3.1128e9, rel=1e-3)
+    plan = make_plan(base)
+    # a text of unequal lengths has more pairs a token than one of equal lengths
+    assert plan["mean_pairs_per_document"] / plan["mean_tokens_per_document"] > plan["mean_tokens_per_document"] / 2
+    assert (
+        plan["budgets"][0]["teacher_flops"] > plan["budgets"][0]["train_flops"]
+    )  # 36 layers forward against 9 trained
