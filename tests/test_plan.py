@@ -138,6 +138,7 @@ def test_a_steps_flops_are_those_of_its_products(mini, shared, placement, traina
         given = TopTargets(torch.arange(4).expand(23, 4), p.log())
     else:
         given = None if targets == "none" else teacher.targets(_batch(ids, lengths))
+
     def product(total, a, b, out_shape=None, **scales):
         return 2 * a[0] * a[1] * b[1]
 

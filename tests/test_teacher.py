@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 
 import numpy as np
@@ -224,3 +225,63 @@ def test_the_cache_is_left_out_only_where_half_the_disk_does_not_hold_it(tmp_pat
     live, reason = pick_live(2 * free, tmp_path)
     assert live
     assert "topk" in reason
+
+
+def test_a_teacher_of_which_part_would_be_thrown_away_is_refused(shared, tmp_path):
+    import shutil
+
+    shallow = tmp_path / "shallow"
+    shutil.copytree(shared.teacher, shallow)
+    config = json.loads((shallow / "config.json").read_text())
+    half = {"num_hidden_layers": 2, "layer_types": None, "max_window_layers": 2}
+    (shallow / "config.json").write_text(json.dumps(config | half))
+    with pytest.raises(UserError, match=r"tensors in its files have no place .* first model\.layers\.2\."):
+        LiveTeacher.load(shallow, torch.float32, CPU)
+    llama = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "layer_types": None}
+    (shallow / "config.json").write_text(json.dumps(config | llama))
+    with pytest.raises(UserError, match=r"first model\.layers\.0\.self_attn\.k_norm\.weight"):
+        LiveTeacher.load(shallow, torch.float32, CPU)
+
+
+def test_an_adapter_beside_the_weights_and_quantised_weights_are_refused(shared, tmp_path):
+    import shutil
+
+    for name, change, message in (
+        ("adapter", None, "merge_and_unload"),
+        (
+            "quantised",
+            {"quantization_config": {"quant_method": "bitsandbytes", "load_in_8bit": True}},
+            "quantised .bitsandb",
+        ),
+        ("code", {"auto_map": {"AutoConfig": "x.Y"}}, "code of its own|cannot be loaded"),
+    ):
+        folder = tmp_path / name
+        shutil.copytree(shared.teacher, folder)
+        if change is None:
+            (folder / "adapter_config.json").write_text('{"base_model_name_or_path": "x", "peft_type": "LORA"}')
+        else:
+            config = json.loads((folder / "config.json").read_text())
+            (folder / "config.json").write_text(json.dumps(config | change))
+        with pytest.raises(UserError, match=message):
+            LiveTeacher.load(folder, torch.float32, CPU)
+
+
+def test_weights_that_are_not_finite_are_named(shared, tmp_path):
+    teacher = LiveTeacher.load(str(shared.teacher), torch.float32, CPU)
+    with torch.no_grad():
+        teacher.model.model.norm.weight[3] = float("nan")
+    teacher.model.save_pretrained(tmp_path)
+    teacher.tokenizer.save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=r"tensor model\.norm\.weight has values that are not finite"):
+        LiveTeacher.load(tmp_path, torch.float32, CPU)
+
+
+def test_documents_of_one_token_have_no_targets_and_do_no_harm(shared):
+    from depthgrow.data.batches import pack
+    from depthgrow.data.tokens import TokenizedDocuments
+
+    teacher = LiveTeacher.load(str(shared.teacher), torch.float32, CPU)
+    documents = TokenizedDocuments.from_lists([[5], [6], [1, 2, 3]])
+    assert teacher.targets(pack(documents, [0, 1])).hidden_ND.shape == (0, teacher.arch.hidden_size)
+    alone, beside = (teacher.targets(pack(documents, ids)).hidden_ND for ids in ([2], [0, 2, 1]))
+    torch.testing.assert_close(alone, beside)

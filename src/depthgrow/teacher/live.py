@@ -12,6 +12,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import find_adapter_config_file
 
 from depthgrow.architecture import Architecture
 from depthgrow.config import fingerprint, to_dict
@@ -21,6 +22,8 @@ from depthgrow.data.tokens import vocabulary_size
 from depthgrow.files import UserError
 from depthgrow.head_loss import TeacherTargets
 from depthgrow.runtime import Stopped
+
+DERIVED = ("rotary_emb.inv_freq", ".attention.bias", ".attention.masked_bias")  # buffers that old files carry
 
 
 @dataclass
@@ -52,6 +55,10 @@ class LiveTeacher:
             raise UserError(f"{where} cannot be loaded: {_short(error)}") from None
         if getattr(config, "auto_map", None):
             raise UserError(f"{where} needs code of its own (auto_map in its config), which is never run")
+        if find_adapter_config_file(str(source)) is not None:
+            raise UserError(
+                f"{where} has an adapter beside its weights; merge it into them first (peft: merge_and_unload)"
+            )
         quantised = getattr(config, "quantization_config", None)
         if quantised is not None:
             method = quantised.get("quant_method", "?") if isinstance(quantised, dict) else quantised.quant_method
@@ -76,6 +83,12 @@ class LiveTeacher:
         absent = sorted(loading["missing_keys"]) + sorted(map(str, loading["mismatched_keys"]))
         if absent:
             raise UserError(f"{where}: {len(absent)} tensors are missing or misshapen, first {absent[0]}")
+        unused = sorted(name for name in loading["unexpected_keys"] if not name.endswith(DERIVED))
+        if unused:
+            raise UserError(
+                f"{where}: {len(unused)} tensors in its files have no place in the model that its config describes, first "
+                f"{unused[0]}; config and weights do not belong together"
+            )
         broken = next((name for name, p in model.named_parameters() if not p.isfinite().all()), None)
         if broken is not None:
             raise UserError(f"{where}: tensor {broken} has values that are not finite; the file is damaged")
