@@ -22,10 +22,13 @@ QUIET_SECONDS = 10  # a rank that leaves the telling to rank 0 must not end firs
 RECIPE = (
     "debug | laptop | laptop-long | laptop-deep | smollm2 | paper | a .py or .yaml | a study's folder, to go on with it"
 )
+RECIPE_COMMANDS = ("study", "plan", "train", "prepare", "pretrain")
+OWN_FLAGS = {"--out": True, "--arm": True, "--json": False, "--help": False}  # whether a value follows
 OTHER_PATH, MORE_ROOM = "choose another path or change its rights", "make room there and run again"
 REMEDIES = {
     **dict.fromkeys(
         (
+            errno.ENOENT,
             errno.EPERM,
             errno.EACCES,
             errno.EEXIST,
@@ -131,8 +134,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     try:
-        options, rest = _parser().parse_known_args(arguments)
-        return _run(options, rest)
+        own, assignments = _split(list(sys.argv[1:] if arguments is None else arguments))
+        options, rest = _parser().parse_known_args(own)
+        return _run(options, [*rest, *assignments])
     except UserError as error:
         rank = os.environ["RANK"] if launched() else "0"
         if rank == "0" or error.told_elsewhere is False:  # else rank 0 of torchrun says the same
@@ -151,8 +155,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if remedy is None:
             traceback.print_exc()
             return OUR_FAULT
-        print(f"depthgrow: {error.filename}: {error.strerror}; {remedy}", file=sys.stderr)
+        where = f"{error.filename}: " if error.filename else ""
+        print(f"depthgrow: {where}{error.strerror}; {remedy}", file=sys.stderr)
         return USER_ERROR
+
+
+def _split(arguments: list[str]) -> tuple[list[str], list[str]]:
+    """A command's own arguments, and the ``--section.field value`` pairs among them, wherever they stand."""
+    if not arguments or arguments[0] not in RECIPE_COMMANDS:
+        return arguments, []
+    own, assignments = arguments[:1], []
+    rest = arguments[1:]
+    while rest:
+        flag = rest.pop(0)
+        name, equals, _ = flag.partition("=")
+        if not flag.startswith("--") or name in OWN_FLAGS:
+            own.append(flag)
+            if OWN_FLAGS.get(name) and not equals and rest:
+                own.append(rest.pop(0))
+        else:
+            assignments.append(flag)
+            if not equals and rest:
+                assignments.append(rest.pop(0))
+    return own, assignments
 
 
 def run() -> NoReturn:
@@ -174,7 +199,7 @@ def run() -> NoReturn:
 
 
 def _run(options: argparse.Namespace, rest: list[str]) -> int:
-    if options.command in ("study", "plan", "train", "prepare", "pretrain"):
+    if options.command in RECIPE_COMMANDS:
         from depthgrow.config import parse_assignments
 
         assignments: dict[str, Any] = dict(parse_assignments(rest))

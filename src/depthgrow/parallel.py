@@ -10,6 +10,7 @@ averaged, since the loss is already divided by the global batch's tokens.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
@@ -28,6 +29,7 @@ from depthgrow.files import UserError, launched
 T = TypeVar("T")
 
 # of a phase, for compiling to repay itself: it takes up to one minute and gains about a tenth (docs/performance.md)
+COMPILER_OFF = ("TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE")
 COMPILE_SECONDS, COMPILE_STEPS = 600.0, 100
 KEEP_GATHERED = 16 * 2**30  # bytes of a whole student's weights
 
@@ -150,6 +152,13 @@ def settle_layers(
         UserError: the compiler fails where it was asked for, or on a rank: its sharded layers cannot be used any more.
     """
     set_layers(student, recompute=recompute, compiled=False)
+    if compiled != "false" and any(os.environ.get(name) == "1" for name in COMPILER_OFF):
+        if compiled == "true":
+            raise UserError(
+                f"train.compile=true, but the environment turns the compiler off ({' or '.join(COMPILER_OFF)} is 1); "
+                "unset one of the two"
+            )
+        return False
     if compiled == "false" or (compiled == "auto" and begun is False):
         return False
     plain = math.inf

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 from transformers import GenerationConfig
 
+from depthgrow.checkpoint import save_tensors
 from depthgrow.files import UserError, require_space, whole_folder, write_atomic
 from depthgrow.student import PLACEMENTS, Student
 
@@ -41,6 +41,8 @@ def save_hf(student: Student, tokenizer: Any, folder: Path, *, dtype: torch.dtyp
     Raises:
         UserError: the folder exists and is not empty, or the student has no Hugging Face form.
     """
+    if folder.resolve() == Path.cwd():
+        raise UserError(f"{folder} is the folder you are in; name one to be made in it, for example --to my-model")
     if folder.exists() and any(folder.iterdir()):
         raise UserError(f"{folder} exists and is not empty; choose another folder or delete it")
     if student.placement not in ("pre", "post"):
@@ -63,7 +65,7 @@ def save_hf(student: Student, tokenizer: Any, folder: Path, *, dtype: torch.dtyp
             source = TEMPLATE.read_text().replace("FAMILY", arch.family).replace("Family", CLASSES[arch.family])
             write_atomic(scratch / "modeling_depthgrow.py", source)
         config.save_pretrained(scratch)
-        save_file(weights, scratch / "model.safetensors", metadata={"format": "pt"})
+        save_tensors(weights, scratch / "model.safetensors", metadata={"format": "pt"})
         (scratch / "model.safetensors").chmod(0o644)
         tokenizer.save_pretrained(scratch)
         GenerationConfig(pad_token_id=tokenizer.pad_token_id, **ids).save_pretrained(scratch)

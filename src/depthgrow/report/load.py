@@ -38,6 +38,11 @@ class Phase:
                 f"evaluation file {path} cannot be read ({error}); delete {self.folder} and run the study again"
             ) from None
 
+    @property
+    def lost_lines(self) -> int:
+        """Steps of which metrics.jsonl has no line: after a power failure, or by somebody's hand."""
+        return self.steps - len({record["step"] for record in self.metrics if record["kind"] == "train"})
+
     def evaluations(self) -> list[dict[str, Any]]:
         return [record for record in self.metrics if record["kind"] == "eval"]
 

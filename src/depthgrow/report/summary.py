@@ -61,20 +61,35 @@ def summarise(study: StudyFiles) -> dict[str, Any]:
         "wall_seconds": sum(
             {p.key: p.done["counted"]["seconds"] for run in study.runs.values() for p in run.phases}.values()
         ),
+        # block by block the paper's three stand beside three, not beside any other number
+        "paper": PAPER if study.config["student"]["num_blocks"] == 3 else PAPER | {"blocks": {}, "transitions": {}},
+    }
+    summary |= _left_out(study)
+    return summary | {"claims": claims(summary), "sentence": sentence(summary)}
+
+
+def _left_out(study: StudyFiles) -> dict[str, list[str]]:
+    """In words: runs that are not finished, that diverged, and phases of which lines of metrics are lost."""
+    return {
         "missing": [
             f"{arm} seed {seed}: {len(run.phases)} of {run.planned} phases done"
             for (arm, seed), run in study.runs.items()
             if not run.complete and run.diverged is None
         ],
+        "lost_lines": sorted(
+            {
+                f"{phase.folder.name}: {phase.lost_lines:,} of {phase.steps:,} steps have no line in metrics.jsonl"
+                for run in study.runs.values()
+                for phase in run.phases
+                if phase.lost_lines
+            }
+        ),
         "diverged": [
             f"{arm} seed {seed}: phase {len(run.phases) + 1} of {run.planned}, {run.diverged}"
             for (arm, seed), run in study.runs.items()
             if run.diverged is not None
         ],
-        # block by block the paper's three stand beside three, not beside any other number
-        "paper": PAPER if study.config["student"]["num_blocks"] == 3 else PAPER | {"blocks": {}, "transitions": {}},
     }
-    return summary | {"claims": claims(summary), "sentence": sentence(summary)}
 
 
 def _contrast(

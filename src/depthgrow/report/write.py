@@ -125,6 +125,9 @@ def _markdown(
     parts = [f"# Study {summary['study']}", summary["sentence"]]
     if summary["missing"]:
         parts.append("Not finished yet:\n\n" + "\n".join(f"- {line}" for line in summary["missing"]))
+    if summary["lost_lines"]:
+        lines = "\n".join(f"- {line}" for line in summary["lost_lines"])
+        parts.append(f"Lines of metrics are lost; what is read from them has gaps or dashes:\n\n{lines}")
     if summary["diverged"]:
         parts.append(
             "Diverged (a loss or gradient was not finite):\n\n" + "\n".join(f"- {line}" for line in summary["diverged"])
