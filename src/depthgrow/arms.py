@@ -10,10 +10,10 @@ import jinja2
 import torch
 
 from depthgrow.console import Console
-from depthgrow.data.tokens import DataConfig, prepare_tokens
+from depthgrow.data.tokens import DataConfig, boundary_ids, prepare_tokens
 from depthgrow.diagnostics import diagnose
 from depthgrow.evaluate import Evaluation, evaluate_model
-from depthgrow.export.hf import save_hf
+from depthgrow.export.hf import Boundaries, save_hf
 from depthgrow.files import UserError, as_path, cache_root, read_done, read_json, shown, unknown
 from depthgrow.phase import TrainConfig, load_weights
 from depthgrow.prepare import Prepared, prepare_held_out
@@ -71,13 +71,15 @@ def load_student(root: Path, study: Study, arm: str, key: str, seed: int, teache
     return student
 
 
-def export_arm(root: Path, arm: str, to: Path, seed: int | None, dtype: str) -> int:
+def export_arm(root: Path, arm: str, to: Path, seed: int | None, dtype: str, teacher_rows: bool) -> int:
     """``depthgrow export``; returns the exit code."""
     study, key, seed = finished_arm(root, arm, seed)
     teacher = LiveTeacher.load(
         resolve_teacher(study.teacher.source), torch_dtype(study.teacher.dtype), torch.device("cpu")
     )
     student = load_student(root, study, arm, key, seed, teacher)
+    start, end = boundary_ids(study.data, teacher.tokenizer)
+    padding = teacher.padding if teacher_rows else None
     done = read_done(Workspace(root).node(key))
     trust = "" if student.placement == "pre" else ", trust_remote_code=True"
     card = jinja2.Template(CARD.read_text(), trim_blocks=True, keep_trailing_newline=True).render(
@@ -88,8 +90,11 @@ def export_arm(root: Path, arm: str, to: Path, seed: int | None, dtype: str) -> 
         parameters=sum(p.numel() for p in student.parameters()),
         final=", ".join(f"{k} {shown(v)}" for k, v in done["final"].items()),
         corpora=read_json(root / "data.json")["corpora"],
+        start=teacher.tokenizer.convert_ids_to_tokens(start),
+        end=teacher.tokenizer.convert_ids_to_tokens(end),
     )
-    save_hf(student, teacher.tokenizer, to, dtype=torch_dtype(dtype), card=card)
+    boundaries = Boundaries(start=tuple(start), end=tuple(end))
+    save_hf(student, teacher.tokenizer, to, dtype=torch_dtype(dtype), boundaries=boundaries, padding=padding, card=card)
     print(f"{to}: {arm} seed {seed}; load with AutoModelForCausalLM.from_pretrained({str(to)!r}{trust})")
     return 0
 

@@ -127,6 +127,11 @@ def _study_commands(command: Callable[[str, str], argparse.ArgumentParser]) -> N
     sub.add_argument("--to", type=as_path, required=True, help="folder to write")
     sub.add_argument("--seed", type=int)
     sub.add_argument("--dtype", default="float32", help="of the weights: float32 | bfloat16")
+    sub.add_argument(
+        "--teacher-rows",
+        action="store_true",
+        help="keep the teacher's unused vocabulary rows, so that the student can draft for it (assistant_model)",
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -237,7 +242,9 @@ def _run(options: argparse.Namespace, rest: list[str]) -> int:
             options.json,
         )
     if options.command == "export":
-        return arms.export_arm(options.study, options.arm, options.to, options.seed, options.dtype)
+        return arms.export_arm(
+            options.study, options.arm, options.to, options.seed, options.dtype, options.teacher_rows
+        )
     return status.doctor()
 
 

@@ -116,6 +116,13 @@ class LiveTeacher:
             "special_ids": self.classes.special_ids,
         }
 
+    @property
+    def padding(self) -> tuple[Tensor, Tensor]:
+        """The rows of embedding and head that no token uses."""
+        layers = self.model.get_input_embeddings(), self.model.get_output_embeddings()
+        embedding_RD, head_RD = (layer.weight[self.arch.vocab_size :].detach() for layer in layers)
+        return embedding_RD, head_RD
+
     @torch.no_grad()
     def hidden(self, ids_N: Tensor, lengths: list[int]) -> Tensor:
         """Final-normed hidden states of documents laid end to end. Right padding needs no mask under causal attention."""
