@@ -193,6 +193,7 @@ def test_older_transformers_load_the_same_model(tmp_path_factory, tmp_path, shar
     where = tmp_path_factory.mktemp("transformers")
     tokenizers = "tokenizers>=0.21,<0.22" if version.startswith("4.51") else "tokenizers>=0.22,<=0.23.0"
     packages = [f"transformers=={version}", "huggingface-hub>=0.30,<1.0", tokenizers]
+    packages += ["requests", "urllib3", "charset-normalizer", "idna", "certifi"]  # of its hub client
     pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(where), *packages]
     subprocess.run(pip, check=True, capture_output=True)
     from transformers import Qwen3Config

@@ -52,8 +52,8 @@ def laptop() -> Study:
             steps_per_phase=480,
             batch_documents=4,
             micro_tokens=4096,
-            eval_every=160,
-            checkpoint_every=160,
+            eval_every=240,
+            checkpoint_every=240,
             log_every=10,
         ),
     )
