@@ -129,4 +129,4 @@ def save(options: argparse.Namespace, rows: Any) -> None:
     content = {"options": {k: str(v) for k, v in vars(options).items() if k not in ("out", "one")}, "machine": machine}
     content["rows"] = rows
     options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps(content, indent=1) + "\n")
+    options.out.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")

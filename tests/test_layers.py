@@ -38,7 +38,7 @@ def top(path: Path) -> str:
 
 
 def imports(path: Path):
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("depthgrow"):
             if node.module == "depthgrow":
                 yield from (alias.name for alias in node.names if not alias.name.startswith("__"))
@@ -71,3 +71,14 @@ def test_library_stays_readable():
         for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.FunctionDef):
                 assert (node.end_lineno or 0) - node.lineno < 60, f"{path}: {node.name}"
+
+
+def test_files_are_read_and_written_in_a_stated_encoding():
+    """What ruff's PLW1514 does not see: ``read_text`` and ``write_text`` of a value whose type it cannot tell."""
+    wrong = []
+    for path in ROOT.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            name = node.func.attr if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) else ""
+            if name in ("read_text", "write_text") and not any(k.arg == "encoding" for k in node.keywords):
+                wrong.append(f"{path.name}:{node.lineno}")
+    assert not wrong

@@ -82,7 +82,7 @@ def export_arm(root: Path, arm: str, to: Path, seed: int | None, dtype: str, tea
     padding = teacher.padding if teacher_rows else None
     done = read_done(Workspace(root).node(key))
     trust = "" if student.placement == "pre" else ", trust_remote_code=True"
-    card = jinja2.Template(CARD.read_text(), trim_blocks=True, keep_trailing_newline=True).render(
+    card = jinja2.Template(CARD.read_text(encoding="utf-8"), trim_blocks=True, keep_trailing_newline=True).render(
         {"study": study, "arm": arm, "key": key, "seed": seed, "name": to.name, "trust": trust},
         placement=student.placement,
         curriculum=parse_arm(arm).curriculum,

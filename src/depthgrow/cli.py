@@ -272,7 +272,7 @@ def _recipe_command(options: argparse.Namespace, assignments: dict[str, Any]) ->
     root = getattr(options, "out", None) or default
     diverged: list[str] = []
     with joined(pick_device(study.train.device)), StopSignal().listening() as stop:
-        with Console() if first() else Console(open(os.devnull, "w")) as console:
+        with Console() if first() else Console(open(os.devnull, "w", encoding="utf-8")) as console:
             try:
                 if options.command == "prepare":
                     if study.teacher.source == "smollm2":
