@@ -17,7 +17,7 @@ from depthgrow.report import summary as summary_module
 from depthgrow.report.charts import SEED_OFFSET, Chart, interaction, validation
 from depthgrow.report.draw import interactive, picture
 from depthgrow.report.load import load_study_files
-from depthgrow.report.statistics import Estimate, across_seeds, paired_bootstrap
+from depthgrow.report.statistics import FEW_DOCUMENTS, Estimate, across_documents, across_seeds
 from depthgrow.report.tables import Table
 from depthgrow.report.transitions import _column, transition_metrics, window
 from depthgrow.report.verdict import TRIAL, claims, sentence
@@ -32,15 +32,15 @@ def run(study, root):
 def test_bootstrap_value_is_the_ratio_of_sums():
     tokens = np.array([1, 3, 6])
     sums = {"a": np.array([2.0, 3.0, 5.0]), "b": np.array([1.0, 1.0, 2.0])}
-    assert paired_bootstrap(tokens, sums, {"a": 1.0}).value == pytest.approx(1.0)
-    assert paired_bootstrap(tokens, sums, {"a": 1.0, "b": -1.0}).value == pytest.approx(0.6)
+    assert across_documents(tokens, sums, {"a": 1.0}).value == pytest.approx(1.0)
+    assert across_documents(tokens, sums, {"a": 1.0, "b": -1.0}).value == pytest.approx(0.6)
 
 
 def test_bootstrap_interval_of_equal_documents_is_the_normal_one():
     rng = np.random.default_rng(1)
     tokens = np.full(400, 10)
     losses = 10 * rng.normal(3.0, 0.5, 400)
-    estimate = paired_bootstrap(tokens, {"a": losses}, {"a": 1.0})
+    estimate = across_documents(tokens, {"a": losses}, {"a": 1.0})
     half = 1.96 * (losses / 10).std(ddof=1) / 20
     assert estimate.half_width == pytest.approx(half, rel=0.05)
 
@@ -50,10 +50,10 @@ def test_pairing_removes_what_documents_have_in_common():
     tokens = rng.integers(50, 300, 200)
     hard = rng.normal(3.0, 1.0, 200)
     a, b = tokens * hard, tokens * (hard - 0.05 + rng.normal(0, 0.01, 200))
-    estimate = paired_bootstrap(tokens, {"a": a, "b": b}, {"b": 1.0, "a": -1.0})
+    estimate = across_documents(tokens, {"a": a, "b": b}, {"b": 1.0, "a": -1.0})
     assert estimate.value == pytest.approx(-0.05, abs=0.005)
     assert estimate.half_width < 0.005
-    assert paired_bootstrap(tokens, {"a": a}, {"a": 1.0}).half_width > 0.05
+    assert across_documents(tokens, {"a": a}, {"a": 1.0}).half_width > 0.05
 
 
 def test_coverage_of_the_interval_on_synthetic_data():
@@ -62,14 +62,51 @@ def test_coverage_of_the_interval_on_synthetic_data():
     for _ in range(1000):
         tokens = rng.integers(20, 200, 150)
         losses = tokens * rng.normal(-0.03, 0.2, 150)
-        estimate = paired_bootstrap(tokens, {"d": losses}, {"d": 1.0}, draws=500)
+        estimate = across_documents(tokens, {"d": losses}, {"d": 1.0}, draws=500)
         covered += estimate.low <= -0.03 <= estimate.high
     assert 0.93 <= covered / 1000 <= 0.97
 
 
+@pytest.mark.parametrize("documents", [2, 4, 8, 24, FEW_DOCUMENTS])
+def test_the_interval_over_few_documents_covers_what_it_says(documents):
+    """Lengths that differ by a factor of ten, losses with a part that depends on the length, tails heavier than normal."""
+    rng = np.random.default_rng(documents)
+
+    def draw(count):
+        tokens = np.maximum(5, rng.lognormal(5, 0.6, count)).round()
+        rates = -0.03 + 0.02 * (np.log(tokens) - 5) + rng.standard_t(5, count) * 0.2 / np.sqrt(tokens / 100)
+        return tokens, tokens * rates
+
+    everyone = draw(400_000)
+    truth, covered = everyone[1].sum() / everyone[0].sum(), 0
+    for _ in range(1000):
+        tokens, losses = draw(documents)
+        estimate = across_documents(tokens, {"d": losses}, {"d": 1.0}, draws=500)
+        covered += estimate.low <= truth <= estimate.high
+    assert 0.915 <= covered / 1000 <= 0.985
+
+
+def test_the_interval_over_few_documents_by_hand():
+    """Equal lengths: the t-interval of the mean. R = 3, deviations -1, 0, 1, s / sqrt(3) = 0.57735, t(0.975, 2) = 4.302653."""
+    found = across_documents(np.full(3, 10), {"a": np.array([20.0, 30.0, 40.0])}, {"a": 1.0})
+    assert (found.value, found.high - 3, 3 - found.low) == pytest.approx((3, 2.484138, 2.484138), rel=1e-6)
+    with pytest.raises(ValueError, match="at least two"):
+        across_documents(np.array([10]), {"a": np.array([20.0])}, {"a": 1.0})
+
+
+def test_an_interval_in_words_shows_both_ends_where_it_leans_and_never_nothing():
+    assert Estimate(-0.0312, -0.0432, -0.0192).text() == "-0.031 ± 0.012"
+    assert Estimate(-0.0312, -0.0432, -0.0192).size() == "0.031 ± 0.012"
+    assert Estimate(-0.031, -0.090, -0.012).text() == "-0.031 [-0.090, -0.012]"
+    assert Estimate(-0.031, -0.090, -0.012).size() == "0.031 [+0.012, +0.090]"
+    assert Estimate(0.00021, 0.00009, 0.00033).text() == "+0.0002 ± 0.0001"
+    assert Estimate(0.0, 0.0, 0.0).text() == "+0.000 ± 0.000"  # the same model twice
+    assert Estimate(1.0, 0.0, 2.5).text("") == "1.000 [+0.000, +2.500]"
+
+
 def test_a_missing_loss_makes_the_comparison_invalid_not_smaller():
     with pytest.raises(ValueError, match="invalid comparison"):
-        paired_bootstrap(np.array([1, 1]), {"a": np.array([1.0, np.nan])}, {"a": 1.0})
+        across_documents(np.array([1, 1]), {"a": np.array([1.0, np.nan])}, {"a": 1.0})
 
 
 def test_interval_across_seeds_by_hand():
@@ -133,10 +170,10 @@ def test_a_share_is_the_ratio_of_two_effects_on_the_same_documents():
     tokens = np.array([1, 3, 6])
     sums = {"plain": np.array([2.0, 3.0, 5.0]), "mid": np.array([1.5, 2.0, 4.0]), "far": np.array([1.0, 1.0, 3.0])}
     effect, gap = {"mid": 1.0, "plain": -1.0}, {"far": 1.0, "plain": -1.0}
-    share = paired_bootstrap(tokens, sums, effect, over=gap)
+    share = across_documents(tokens, sums, effect, over=gap)
     assert (share.value, share.low, share.high) == pytest.approx((0.5, 0.5, 0.5))  # each document carries exactly half
     with pytest.raises(ValueError, match="invalid comparison"):
-        paired_bootstrap(tokens, sums | {"far": np.array([1.0, np.nan, 3.0])}, effect, over=gap)
+        across_documents(tokens, sums | {"far": np.array([1.0, np.nan, 3.0])}, effect, over=gap)
 
 
 def test_transition_metrics_by_hand():

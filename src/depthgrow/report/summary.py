@@ -10,7 +10,7 @@ import numpy as np
 
 from depthgrow.files import UserError
 from depthgrow.report.load import Run, StudyFiles
-from depthgrow.report.statistics import across_seeds, mean_over_seeds, paired_bootstrap
+from depthgrow.report.statistics import across_documents, across_seeds, mean_over_seeds
 from depthgrow.report.transitions import smoothed, transitions
 from depthgrow.report.verdict import PAPER, claims, headline, sentence
 
@@ -131,7 +131,7 @@ def _contrast(
             f"{study.root}: {', '.join(arms)} were evaluated on different documents; delete it and run again"
         )
     sums = {arm: mean_over_seeds([final["ce"] for final in found]) for arm, found in finals.items()}
-    estimate = paired_bootstrap(tokens, sums, weights, over=over)
+    estimate = across_documents(tokens, sums, weights, over=over)
     if over is None:
         ce = {arm: [float(final["ce"].sum() / tokens.sum()) for final in found] for arm, found in finals.items()}
         values = [sum(w * ce[arm][i] for arm, w in weights.items()) for i in range(len(seeds))]
@@ -234,7 +234,7 @@ def _ce_per_phase(study: StudyFiles) -> list[dict[str, Any]]:
             float((b["ce"].sum() - a["ce"].sum()) / tokens.sum())
             for a, b in zip(documents["pre"], documents["post"], strict=True)
         ]
-        delta = paired_bootstrap(tokens, sums, {"post": 1.0, "pre": -1.0}).as_dict()
+        delta = across_documents(tokens, sums, {"post": 1.0, "pre": -1.0}).as_dict()
         layers = ends["pre"][0].active * study.config["student"]["layers_per_block"]
         row = {"phase": number + 1, "layers": layers, **ce, "seeds": len(seeds)}
         rows.append(row | {"delta": _over_seeds(values) if len(seeds) >= 2 else delta})

@@ -93,10 +93,7 @@ def _of_two_models(summary: dict[str, Any], named: Sequence[str]) -> str:
         else:
             found = headline(delta)
             side = "below" if found.value < 0 else "above"
-            clauses.append(
-                f"under {name} this post-norm student ends {abs(found.value):.3f} ± {found.half_width:.3f} {side} this "
-                "pre-norm one"
-            )
+            clauses.append(f"under {name} this post-norm student ends {found.size()} {side} this pre-norm one")
     return (
         f"One seed: {'; '.join(clauses)} (nats per token, 95 % over held-out documents). One seed does not tell placements "
         f"apart: in the laptop study students that differ only in their seed end {TWINS['low']:.2f} to {TWINS['high']:.2f} "
@@ -124,11 +121,10 @@ def _clause(summary: dict[str, Any], name: str, *, mixed: bool) -> str:
         return f"under {name} there is one seed, which does not tell placements apart"
     found = headline(delta)
     basis = f", {len(delta['seeds'])} seeds" if mixed else ""
-    size = f"{found.value:+.3f} ± {found.half_width:.3f}"
     if not found.excludes_zero:
-        return f"under {name} the two cannot be told apart ({size}{basis}; {_enough(delta)})"
+        return f"under {name} the two cannot be told apart ({found.text()}{basis}; {_enough(delta)})"
     ahead = "post-norm" if found.value < 0 else "pre-norm"
-    return f"under {name} {ahead} is ahead by {abs(found.value):.3f} ± {found.half_width:.3f} nats per token{basis}"
+    return f"under {name} {ahead} is ahead by {found.size()} nats per token{basis}"
 
 
 def _interaction(summary: dict[str, Any]) -> str:
@@ -146,7 +142,7 @@ def _interaction(summary: dict[str, Any]) -> str:
             verdict += ", but not by its route: there post-norm is ahead under grow"
     else:
         verdict = f"the opposite sign of the paper's {PAPER['interaction']:+.3f}"
-    return f". The interaction is {found.value:+.3f} ± {found.half_width:.3f}, {verdict}"
+    return f". The interaction is {found.text()}, {verdict}"
 
 
 # --- claim by claim -----------------------------------------------------------------------------------------------------
@@ -189,7 +185,7 @@ def _negative(contrast: dict[str, Any] | None) -> Finding | None:
     if contrast is None or not contrast["valid"]:
         return None
     found = headline(contrast)
-    text = f"{found.value:+.3f} ± {found.half_width:.3f}"
+    text = found.text()
     if contrast["across"] is None:
         return "not settled", f"{text} between the models of one seed"
     if not found.excludes_zero:
