@@ -153,6 +153,7 @@ def test_seeds_in_the_report(mini, tmp_path):
     values = [ce("post-single", s) - ce("pre-single", s) for s in (42, 43, 44)]
     assert summary["deltas"]["single"]["across"]["values"] == pytest.approx(values)
     joint = summary["deltas"]["joint"]["across"]
+    assert summary["grid"]["ce"]["post-joint"]["seeds"] == [42, 43, 44]
     half = (joint["high"] - joint["low"]) / 2
     assert f"± {half:.3f}" in summary["sentence"]  # the headline is the spread between seeds, not between documents
     assert "across 3 seeds" in summary["sentence"]
@@ -348,10 +349,10 @@ def test_headline_says_when_the_sign_has_another_route_and_claims_when_the_ranki
 def test_every_seed_is_a_point_beside_its_mean_and_baselines_are_level_lines():
     def arm(*values):
         across = {"mean": sum(values) / len(values), "low": 3.0, "high": 5.0}
-        return {"ce": {"across": across, "values": list(values), "estimate": {"value": 4.0}}}
+        return {"across": across, "values": list(values), "estimate": {"value": 4.0}, "valid": True}
 
     arms = {a: arm(3.9 + i, 4.1 + i) for i, a in enumerate(("pre-joint", "post-joint", "pre-grow", "post-grow"))}
-    (panel,) = interaction({"arms": arms})
+    (panel,) = interaction({"grid": {"ce": arms}})
     dots = {series.label: (series.x, series.y) for series in panel.series if series.kind == "dots"}
     assert dots["pre-norm, each seed"] == ([-SEED_OFFSET] * 2 + [1 - SEED_OFFSET] * 2, [3.9, 4.1, 5.9, 6.1])
     assert dots["post-norm, each seed"] == ([SEED_OFFSET] * 2 + [1 + SEED_OFFSET] * 2, [4.9, 5.1, 6.9, 7.1])
@@ -373,7 +374,7 @@ def test_every_seed_is_a_point_beside_its_mean_and_baselines_are_level_lines():
 @pytest.mark.parametrize(("half", "given"), [(0.1, True), (0.5, False)])
 def test_a_share_is_given_only_of_a_settled_gap(monkeypatch, half, given):
     monkeypatch.setattr(summary_module, "_contrast", lambda *args, **kwargs: contrast(0.3, half))
-    study = SimpleNamespace(arms=["pre-grow", "post-grow", "pre-grow+rescale"])
+    study = SimpleNamespace(arms=["pre-grow", "post-grow", "pre-grow+rescale"], complete_seeds=lambda arm: [42])
     (row,) = summary_module._interventions(study)
     assert (row["share"] is not None, row["no_share"]) == ((True, "–") if given else (False, "no gap to explain"))
 
@@ -571,3 +572,36 @@ def test_empty_folder_and_damaged_files(mini, tmp_path):
     (tmp_path / "study.json").write_text("{")
     with pytest.raises(UserError, match="is damaged"):
         write_report(tmp_path)
+
+
+def test_a_table_is_of_one_set_of_seeds_so_that_its_rows_subtract(mini, tmp_path):
+    study = replace(mini, arms=(*mini.arms, "pre-freeze", "post-freeze"), seeds=2)
+    run(study, tmp_path)
+    record = json.loads((tmp_path / "study.json").read_text(encoding="utf-8"))["arms"]
+
+    def rows():
+        write_report(tmp_path)
+        with (tmp_path / "report" / "tables" / "two_by_two.csv").open(encoding="utf-8") as stream:
+            return list(csv.reader(stream))
+
+    def value(cell):
+        return float(cell.split()[0])
+
+    header, joint, grow, freeze, interaction = rows()
+    assert header[0] == "2 seeds"
+    (tmp_path / "nodes" / record["post-freeze"]["43"][-1] / "done.json").unlink()
+    *whole, partial, _ = rows()
+    assert (whole, partial[:3]) == (
+        [header, joint, grow],
+        freeze[:3],
+    )  # what another curriculum lacks costs these nothing
+    assert partial[3:6:2] == ["invalid: post-freeze not finished at 1 of 2 seeds"] * 2
+    (tmp_path / "nodes" / record["post-grow"]["43"][-1] / "done.json").unlink()
+    header, joint, grow, freeze, interaction = rows()
+    assert header[0] == "1 seed"
+    for row in (joint, grow, freeze):
+        assert value(row[3]) - value(row[1]) == pytest.approx(value(row[5]), abs=2e-4)
+    assert value(grow[5]) - value(joint[5]) == pytest.approx(value(interaction[5]), abs=2e-4)
+    summary = json.loads((tmp_path / "report" / "report.json").read_text(encoding="utf-8"))
+    assert summary["arms"]["pre-grow"]["seeds"] == [42, 43]
+    assert summary["grid"]["ce"]["pre-grow"]["seeds"] == summary["grid"]["seeds"] == [42]

@@ -72,17 +72,14 @@ def _line(label: str, x: list[Any], estimates: list[dict[str, Any]], colour: str
 
 
 def interaction(summary: dict[str, Any]) -> list[Panel]:
-    arms = summary["arms"]
-    curricula = [c for c in ("joint", "grow", "freeze") if all(f"{p}-{c}" in arms for p in COLOURS)]
+    ce = {arm: found for arm, found in summary["grid"]["ce"].items() if found["valid"]}
+    curricula = [c for c in ("joint", "grow", "freeze") if all(f"{p}-{c}" in ce for p in COLOURS)]
     if len(curricula) < 2:
         return []
     series = []
     for placement, colour in COLOURS.items():
-        found = [arms[f"{placement}-{c}"]["ce"] for c in curricula]
-        ends = [
-            {"value": f["across"]["mean"], **f["across"]} if f["across"] else f["estimate"] or {"value": None}
-            for f in found
-        ]
+        found = [ce[f"{placement}-{c}"] for c in curricula]
+        ends = [{"value": f["across"]["mean"], **f["across"]} if f["across"] else f["estimate"] for f in found]
         series.append(_line(f"{placement}-norm", list(range(len(curricula))), ends, colour))
         beside = SEED_OFFSET if placement == "post" else -SEED_OFFSET
         x = [index + beside for index, f in enumerate(found) if len(f["values"]) > 1 for _ in f["values"]]

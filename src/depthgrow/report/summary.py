@@ -39,6 +39,7 @@ def summarise(study: StudyFiles) -> dict[str, Any]:
         "interaction": _contrast(study, INTERACTION) | {"paper": PAPER["interaction"]}
         if set(INTERACTION) <= set(study.arms)
         else None,
+        "grid": _grid(study),
         "controls": _controls(study, arms),
         "interventions": _interventions(study),
         "noise_floor": {
@@ -93,11 +94,15 @@ def _left_out(study: StudyFiles) -> dict[str, list[str]]:
 
 
 def _contrast(
-    study: StudyFiles, weights: Mapping[str, float], over: Mapping[str, float] | None = None, beside: Sequence[str] = ()
+    study: StudyFiles,
+    weights: Mapping[str, float],
+    over: Mapping[str, float] | None = None,
+    beside: Sequence[str] = (),
+    at: Sequence[int] | None = None,
 ) -> dict[str, Any]:
     """A weighted sum of arms' final held-out CE, or its ratio to a second one.
 
-    Only seeds that all of its arms, and those of ``beside``, have finished count.
+    Only seeds that all of its arms, and those of ``beside``, have finished count; with ``at``, those seeds or none.
 
     'estimate': per-document sums averaged over the seeds that all of the arms have, bootstrapped over documents;
     'values': one a seed of 'seeds'; 'across': their mean and interval, where there are two or more; 'reason': in words,
@@ -113,6 +118,10 @@ def _contrast(
         "values": [],
         "reason": None,
     }
+    if at is not None and (left := len(set(at) - set(seeds))):
+        waiting = [arm for arm in arms if not set(at) <= set(study.complete_seeds(arm))]
+        return result | {"seeds": [], "reason": f"{', '.join(waiting)} not finished at {left} of {len(at)} seeds"}
+    seeds = result["seeds"] = seeds if at is None else list(at)
     if not seeds:
         absent = [arm for arm in dict.fromkeys([*arms, *beside]) if not study.complete_seeds(arm)]
         lost = [
@@ -138,6 +147,25 @@ def _contrast(
         result["values"] = values
         result["across"] = asdict(across_seeds(values)) if len(seeds) >= 2 else None
     return result | {"estimate": estimate.as_dict(), "valid": True}
+
+
+def _grid(study: StudyFiles) -> dict[str, Any]:
+    """The table of placements and curricula, every number from the same seeds, so that its rows subtract: the seeds at which
+    all arms of the 2 x 2 that are finished at one are. An arm of another curriculum without one of these seeds has none."""
+    plain = [
+        arm for arm in study.arms if _split(arm)[1] in CURRICULA and not _split(arm)[2] and study.complete_seeds(arm)
+    ]
+    seeds = study.complete_seeds(*([arm for arm in plain if arm in INTERACTION] or plain))
+    found = {
+        "ce": {arm: _contrast(study, {arm: 1.0}, at=seeds) for arm in plain},
+        "deltas": {
+            c: _contrast(study, {f"post-{c}": 1.0, f"pre-{c}": -1.0}, at=seeds)
+            for c in CURRICULA
+            if {f"post-{c}", f"pre-{c}"} <= set(study.arms)
+        },
+        "interaction": _contrast(study, INTERACTION, at=seeds) if set(INTERACTION) <= set(study.arms) else None,
+    }
+    return {"seeds": seeds, **found}
 
 
 def _over_seeds(values: Sequence[float | None]) -> dict[str, float | None]:
@@ -183,7 +211,9 @@ def _controls(study: StudyFiles, arms: list[str]) -> list[dict[str, Any]]:
         if grown in study.arms and curriculum != "grow" and not extra:
             stated = PAPER["ce"].get(arm), PAPER["ce"].get(grown)
             reference = None if None in stated else stated[0] - stated[1]
-            rows.append({"arm": arm, "against": grown, "paper": reference} | _contrast(study, {arm: 1.0, grown: -1.0}))
+            ce = _contrast(study, {arm: 1.0}, beside=[grown])
+            row = {"arm": arm, "against": grown, "paper": reference, "ce": ce}
+            rows.append(row | _contrast(study, {arm: 1.0, grown: -1.0}))
     return rows
 
 
@@ -197,14 +227,15 @@ def _interventions(study: StudyFiles) -> list[dict[str, Any]]:
         if not name or name == "reinit" or plain not in study.arms:
             continue
         effect, gap = {arm: 1.0, plain: -1.0}, {other: 1.0, plain: -1.0}
+        shared = [a for a in (arm, plain, other) if study.complete_seeds(a)]
         row: dict[str, Any] = {
             "arm": arm,
             "plain": plain,
             "other": other,
-            "effect": _contrast(study, effect),
+            "effect": _contrast(study, effect, beside=shared),
             "share": None,
         }
-        row["gap"], row["no_share"] = _contrast(study, gap, beside=[arm]), "–"
+        row["gap"], row["no_share"] = _contrast(study, gap, beside=shared), "–"
         if row["gap"]["valid"] and row["effect"]["valid"]:
             if headline(row["gap"]).excludes_zero:
                 row["share"] = _contrast(study, effect, over=gap)["estimate"]

@@ -101,19 +101,21 @@ def _curricula(summary: dict[str, Any]) -> list[str]:
 
 
 def two_by_two(summary: dict[str, Any]) -> Table:
-    arms, stated = summary["arms"], summary["paper"]["ce"]
+    """Every number from the same seeds, how many the header says."""
+    grid, stated = summary["grid"], summary["paper"]
     rows = []
     for curriculum in _curricula(summary):
         row = [curriculum]
         for placement in ("pre", "post"):
-            arm = arms.get(f"{placement}-{curriculum}")
-            row += [_widest(arm and arm["ce"], ".4f"), shown(stated.get(f"{placement}-{curriculum}"))]
-        delta = summary["deltas"].get(curriculum)
-        rows.append([*row, _widest(delta), shown(delta and delta["paper"], "+.4f")])
-    interaction = summary["interaction"]
-    if interaction is not None and rows:
-        rows.append(["interaction", "", "", "", "", _widest(interaction), shown(interaction["paper"], "+.4f")])
-    return _table("two_by_two", rows)
+            name = f"{placement}-{curriculum}"
+            row += [_widest(grid["ce"].get(name), ".4f"), shown(stated["ce"].get(name))]
+        rows.append([*row, _widest(grid["deltas"].get(curriculum)), shown(stated["delta"].get(curriculum), "+.4f")])
+    if grid["interaction"] is not None and rows:
+        ours = _widest(grid["interaction"])
+        rows.append(["interaction", "", "", "", "", ours, shown(stated["interaction"], "+.4f")])
+    table, seeds = _table("two_by_two", rows), len(grid["seeds"])
+    header = [f"{seeds} seed{'s' * (seeds != 1)}", *table.header[1:]]
+    return Table(table.name, table.title, header, rows, table.note)
 
 
 def every_seed(summary: dict[str, Any]) -> Table:
@@ -163,11 +165,10 @@ def _count(seeds: int) -> str:
 
 
 def controls(summary: dict[str, Any]) -> Table:
-    arms = summary["arms"]
     rows = []
     for row in summary["controls"]:
-        ours = arms[row["arm"]]
-        cells = [_compared(ours["ce"], ".4f"), shown(ours["paper_ce"]), _compared(row), _seeds(row)]
+        stated = summary["arms"][row["arm"]]["paper_ce"]
+        cells = [_compared(row["ce"], ".4f"), shown(stated), _compared(row), _seeds(row)]
         rows.append([row["arm"], *cells, shown(row["paper"], "+.4f")])
     return _table("controls", rows)
 
